@@ -44,7 +44,7 @@ class Parsed(BaseException):
 def parsed(argv, monkeypatch):
     """
     Run an example script with its own parser and defaults, and stop it there: its argument dataclasses. `--use_cpu` is
-    added, because configurations ask for a GPU that knows bfloat16.
+    added, because configurations ask for a GPU that supports bfloat16.
     """
     parse = TrlParser.parse_args_and_config
 

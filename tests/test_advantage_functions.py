@@ -243,12 +243,12 @@ def test_explorers_without_credit_of_their_own_use_functions_of_rewards(tmp_path
     options = dict(explorers=["resample"], explore_min_share=1.0, advantage=own, reward_funcs=never)
     trainer = make_trainer(AutoExploreTrainer, AutoExploreConfig, tmp_path, **options)
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert (found.scored.rows["advantages"] == 0).all()  # all rewards are equal
     offset = dict(options, advantage=lambda rewards: rewards + 7)
     trainer = make_trainer(AutoExploreTrainer, AutoExploreConfig, tmp_path, **offset)
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert (found.scored.rows["advantages"] == 7).all()
 
 

@@ -134,7 +134,7 @@ def test_solved_prompts_that_are_not_explored_have_grpos_rows_and_advantages(tmp
     assert torch.equal(rows[0]["completion_ids"], rows[1]["completion_ids"])
     assert torch.equal(rows[0]["advantages"], rows[1]["advantages"])
     assert trainer._metrics["train"]["explore_share"] == [0.0]
-    assert "branch" not in trainer.streams.steps
+    assert "branch" not in trainer.stream_training.prepared
 
 
 # ----------------------------------------------------------------------------------------------- what is sampled
@@ -195,7 +195,7 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
     trainer = agent(tmp_path, **options)
     output = one_batch(trainer)
     trees = trainer.branch_explorer.trees
-    scored = trainer.branching.found[0].scored
+    scored = trainer.branching.results[0].scored
     kept = [branch for row in range(8) for branch in trees[row].branches]
     assert all(len(trees[row].branches) == options.get("leaves_per_tree", 3) - 1 for row in range(8))
     real = scored.rows["completion_mask"].sum(dim=1).tolist()

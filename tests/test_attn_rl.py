@@ -268,7 +268,7 @@ def test_completions_of_one_step_are_not_forked_and_a_warning_says_so(tmp_path):
     trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path)
     with pytest.warns(UserWarning, match="All 8 completions of the first batch are without any of .*`step_length`"):
         output = one_batch(trainer)
-    assert trainer.branching.found[0].scored is None and trainer._metrics["train"]["branch/forks"] == [0]
+    assert trainer.branching.results[0].scored is None and trainer._metrics["train"]["branch/forks"] == [0]
     rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.branch_explorer.trees])
     assert output["advantages"][:, 0].tolist() == pytest.approx((2 * (rewards - rewards.mean(1, True))).flatten())
 
@@ -284,7 +284,7 @@ def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
 
 def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path):
     trainer, output = batch(tmp_path)
-    _, totals, _ = trainer.streams.steps["branch"]
+    _, totals, _ = trainer.stream_training.prepared["branch"]
     assert totals.num_rows == sum(len(tree.leaves) for tree in trainer.branch_explorer.trees) > 8
     for tree in trainer.branch_explorer.trees:
         for chain, expected in enumerate(token_advantages(tree.leaves)[:4]):

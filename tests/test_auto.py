@@ -194,7 +194,7 @@ def test_random_choices_are_no_comparisons(tmp_path, recwarn):
 def test_each_explorer_adds_rows_for_unsolved_prompts(name, tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=[name], **ALWAYS)
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.explorer is trainer.branch_explorer.explorers[name]
     assert len(found.branches.rows) >= 4 and found.num_tokens > 0
     sums = trainer.branch_explorer.estimates.sums
@@ -215,7 +215,7 @@ def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_
         failed_shares = (rewards < 1).double().mean(dim=1)  # a prompt that is nearly solved counts less
         asked["plain"] += (with_contrast * failed_shares).sum().item()
         asked["plain tokens"] += sum(map(len, trainer.main_completion_ids))
-        for found in trainer.branching.found:
+        for found in trainer.branching.results:
             groups = found.scored.rewards.view(-1, 4)
             asked["contrast"] += int((groups.amax(dim=1) > groups.amin(dim=1)).sum())
             asked["tokens"] += sum(map(len, found.branches.rows.completion_ids))
@@ -246,7 +246,7 @@ def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path)
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=a_little, **options)
     one_batch(trainer)
     assert trainer.branch_explorer.estimates.sums[PLAIN].contrast == 0
-    assert len(trainer.branching.found) == 1
+    assert len(trainer.branching.results) == 1
     assert trainer.branch_explorer.estimates.sums["resample"].contrast == 0
 
 
@@ -255,7 +255,7 @@ def test_prompts_whose_rewards_differ_are_not_explored(tmp_path):
     for _ in range(3):
         one_batch(trainer)
         rewards = trainer.scorer.totals().view(-1, 4)
-        assert sum(found.num_prompts for found in trainer.branching.found) == int(
+        assert sum(found.num_prompts for found in trainer.branching.results) == int(
             (rewards.amax(dim=1) == rewards.amin(dim=1)).sum()
         )
 
@@ -266,7 +266,7 @@ def test_prompts_without_any_reward_are_not_explored(tmp_path):
 
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=first_prompt, explorers=["resample"], **ALWAYS)
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.num_prompts == 1 and set(found.branches.rows.parents) == {0}
 
 
@@ -275,7 +275,7 @@ def test_rows_of_an_added_group_have_grpos_advantages(tmp_path):
     seen = 0
     for _ in range(6):
         one_batch(trainer)
-        for found in trainer.branching.found:
+        for found in trainer.branching.results:
             rewards = found.scored.rewards.view(-1, 4)
             expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
             torch.testing.assert_close(found.scored.rows["advantages"], expected.flatten())
@@ -311,7 +311,7 @@ def test_the_loss_of_an_explorer_weighs_as_much_as_its_share_of_the_prompts(tmp_
     assert trainer.branch_explorer.weight_of(explorers["pivots"]) == 1.0
     one_batch(trainer)
     shares = trainer.branch_explorer._shares
-    for found in trainer.branching.found:
+    for found in trainer.branching.results:
         name = found.explorer.stream.removeprefix("explored_")
         assert trainer.branching.streams()[found.explorer.stream][1] == min(1.0, 4 * shares[name])
 
@@ -500,7 +500,7 @@ def test_a_count_bonus_is_no_contrast(tmp_path):
     has_bonus = []
     for _ in range(12):
         has_bonus.append(bool(one_batch(trainer)["advantages"].any()))
-        assert trainer.branching.found[0].num_prompts == 2
+        assert trainer.branching.results[0].num_prompts == 2
     assert any(has_bonus)
 
 
@@ -589,7 +589,7 @@ def test_turn_trees_of_several_rounds_keep_states(tmp_path, monkeypatch):
     options = dict(turn_trees=dict(num_expansions=2, num_rounds=2))
     trainer = make_agent(tmp_path, explorers=["turn_trees"], explorer_options=options, reward_funcs=[never])
     one_batch(trainer)
-    assert trainer.branching.found[0].num_tokens > 0
+    assert trainer.branching.results[0].num_tokens > 0
 
 
 def test_rows_whose_environment_raised_are_not_sampled_again(tmp_path, monkeypatch):
@@ -597,7 +597,7 @@ def test_rows_whose_environment_raised_are_not_sampled_again(tmp_path, monkeypat
     trainer = make_agent(tmp_path, explorers=["resample"], reward_funcs=[never])
     monkeypatch.setattr(trainer.forks, "has_failed", lambda row: row != 2)
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.num_prompts == 2 and set(found.branches.rows.parents) == {2}
 
 
@@ -758,10 +758,10 @@ def test_with_a_success_reward_a_format_reward_is_no_contrast(tmp_path):
     options = dict(reward_funcs=[form, right], explorers=["resample"], success_threshold=1.5, **ALWAYS)
     trainer = make_trainer(*AUTO, tmp_path, **options)
     one_batch(trainer)
-    assert not trainer.branching.found
+    assert not trainer.branching.results
     trainer = make_trainer(*AUTO, tmp_path, success_reward="right", **options)
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.num_prompts == 2
     sums = trainer.branch_explorer.estimates.sums
     assert sums[PLAIN].contrast == sums["resample"].contrast == 0

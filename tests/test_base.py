@@ -593,7 +593,7 @@ def test_the_kl_term_is_a_mean_over_the_rows_that_are_kept(tmp_path, loss_type):
     trainer, inputs, loss, gradient = loss_and_gradient(tmp_path, **options)
     kept = (inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1).nonzero().squeeze(1)
     assert 0 < len(kept) < 8
-    trainer.streams.main_totals = None
+    trainer.stream_training.main_totals = None
     trainer.model.zero_grad()
     alone = trainer.compute_loss(trainer.model, select_rows(inputs, kept))
     alone.backward()

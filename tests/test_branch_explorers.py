@@ -69,7 +69,7 @@ def test_if_no_completion_fails_it_is_grpo_bit_for_bit(tmp_path):
 def test_branches_keep_a_half_of_a_failed_completion_and_train_the_rest(tmp_path):
     trainer = make_trainer(RetryTrainer, ExplorationConfig, tmp_path, reward_funcs=never)
     one_batch(trainer)
-    scored, forks = trainer.branching.found[0].scored, trainer.branch_explorer.forks
+    scored, forks = trainer.branching.results[0].scored, trainer.branch_explorer.forks
     assert len(scored.rewards) == 4 * len(forks.trajectories) == 32
     masks = loss_mask(scored.rows)
     for row, ids in enumerate(scored.rows["completion_ids"].tolist()):
@@ -96,7 +96,7 @@ def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):
     numbers = [0.5 * row for row in range(8)]
     trainer = make_trainer(of(dict(advantages=numbers, main_advantages={3: -2.0})), ExplorationConfig, tmp_path)
     output = one_batch(trainer)
-    assert trainer.branching.found[0].scored.rows["advantages"].tolist() == numbers
+    assert trainer.branching.results[0].scored.rows["advantages"].tolist() == numbers
     assert output["advantages"].dim() == 1 and output["advantages"][3] == -2.0
 
     explorer = trainer.branch_explorer
@@ -112,7 +112,7 @@ def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):
     length = len(explorer.forks.trajectories[5].completion_ids)
     assert output["advantages"].shape == output["completion_ids"].shape
     assert output["advantages"][5, :length].tolist() == [1.0] * length
-    wide = trainer.branching.found[0].scored.rows["advantages"]
+    wide = trainer.branching.results[0].scored.rows["advantages"]
     for row, branch in enumerate(explorer.sampled):
         assert wide[row, : len(branch.completion_ids)].tolist() == list(range(len(branch.completion_ids)))
 
@@ -183,7 +183,7 @@ def test_it_continues_an_agent_with_its_tools_as_the_page_says(tmp_path, monkeyp
     trainer = make_agent_of(LastTurns, ExplorationConfig, tmp_path)
     one_batch(trainer)
     branches = trainer.branch_explorer.sampled
-    assert len(branches) == 2 * 8 and trainer.branching.found[0].scored is not None
+    assert len(branches) == 2 * 8 and trainer.branching.results[0].scored is not None
     for branch in branches:
         first, _ = branch.origin.turns[-1]
         assert branch.completion_ids[:first] == branch.origin.completion_ids[:first] and branch.start == first
@@ -290,7 +290,7 @@ def test_tensors_and_numpy_values_are_numbers(tmp_path):
     trainer = make_trainer(of(changes), ExplorationConfig, tmp_path)
     output = one_batch(trainer)
     assert (
-        trainer.branching.found[0].scored.rows["advantages"].tolist() == list(range(8))
+        trainer.branching.results[0].scored.rows["advantages"].tolist() == list(range(8))
         and output["advantages"][2] == 1.5
     )
 
@@ -322,10 +322,10 @@ def test_a_subclass_decides_when_to_search_and_what_is_trained(tmp_path):
 
     trainer = make_trainer(Silent, ExplorationConfig, tmp_path)
     one_batch(trainer)
-    assert trainer.branching.found == [] and not trainer.streams.steps
+    assert trainer.branching.results == [] and not trainer.stream_training.prepared
     trainer.state.global_step = 1
     one_batch(trainer)
-    assert trainer.branching.found[0].scored is not None and trainer.streams.steps["branch"][0] == 0.5
+    assert trainer.branching.results[0].scored is not None and trainer.stream_training.prepared["branch"][0] == 0.5
 
 
 def test_between_runs_the_choice_of_prompts_may_change(tmp_path):

@@ -601,7 +601,8 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
     raw = trainer.scorer.totals()
     rewards, factor = raw.tolist(), 1.0 / (raw.std().item() + 1e-4) if scale == "batch" else 1.0
     assert kept
-    (weight, totals, steps), places = trainer.streams.steps["branch"], {row: i for i, row in enumerate(sorted(kept))}
+    weight, totals, steps = trainer.stream_training.prepared["branch"]
+    places = {row: i for i, row in enumerate(sorted(kept))}
     (part,) = steps[0]
     mask = output["completion_mask"] * output["tool_mask"]
     assert totals.num_tokens == mask.sum() + (part["completion_mask"] * part["tool_mask"]).sum()
@@ -651,7 +652,7 @@ def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss
 
     def noting(inputs):
         output = generate(inputs)
-        seen["rows"] = [output, *(part for parts in trainer.streams.steps["branch"][2] for part in parts)]
+        seen["rows"] = [output, *(part for parts in trainer.stream_training.prepared["branch"][2] for part in parts)]
         return output
 
     trainer._generate_and_score_completions = noting

@@ -84,7 +84,7 @@ def test_the_check_of_metadata_finds_what_the_hub_refuses():
 
 def test_plain_grpo_has_a_card_too():
     text = model_card(facts(ExplorationTrainer, paper={}, tags=[])).text
-    assert "`ExplorationTrainer` is plain GRPO: what differs is in the table below." in text
+    assert "`ExplorationTrainer` is plain GRPO. The table below lists the fields that were changed." in text
     assert "The method:" not in text and "a subclass of" not in text
 
 
@@ -94,8 +94,8 @@ def test_a_trainer_of_ones_own_has_its_parents_card_which_says_so():
 
     text = model_card(facts(Mine)).text
     assert "with `Mine`, a subclass of `DeepGRPOTrainer` of trl-explore." in text
-    assert "What `Mine` changes beside that is in its own code" in text
-    assert "`DeepGRPOTrainer` of trl-explore" in (own := model_card(facts()).text) and "in its own code" not in own
+    assert "`Mine` may change more: its own code is not part" in text
+    assert "`DeepGRPOTrainer` of trl-explore" in (own := model_card(facts()).text) and "its own code" not in own
 
 
 def test_the_metadata_survive_being_written_and_read():
@@ -129,7 +129,7 @@ def test_a_card_names_the_rewards_with_their_weights_and_the_time_of_training():
     weighted = [("accuracy_reward", 0.65), ("<lambda>", 0.2)]
     text = model_card(facts(rewards=weighted, history=log)).text
     assert "rewarded by `accuracy_reward` (weight 0.65) and `'<lambda>'` (weight 0.2)." in text
-    assert "Training took 1 h 20 min up to step 5, evaluation and saving not counted." in text
+    assert "Training took 1 h 20 min up to step 5, without evaluation and saving." in text
     text = model_card(facts(rewards=[("accuracy_reward", 1.0), ("form", 1.0)], history=[])).text
     assert "rewarded by `accuracy_reward` and `form`." in text and "Training took" not in text
     assert [format_duration(seconds) for seconds in (0.25, 59.4, 61, 3600)] == [
@@ -141,7 +141,7 @@ def test_a_card_names_the_rewards_with_their_weights_and_the_time_of_training():
 
 
 def test_without_a_log_the_card_says_so():
-    assert "Nothing was logged." in model_card(facts(history=[])).text
+    assert "No metrics were logged." in model_card(facts(history=[])).text
 
 
 def test_an_adapter_says_how_it_is_loaded():

@@ -320,7 +320,7 @@ def test_an_empty_budget_cannot_be_infinite():
 def test_the_documented_files_are_comparisons():
     page = (ROOT / "docs" / "comparing.md").read_text()
     own, embedded = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
-    own["common"] |= {"use_cpu": True, "bf16": False}  # a configuration asks for a GPU that knows bfloat16
+    own["common"] |= {"use_cpu": True, "bf16": False}  # a configuration asks for a GPU that supports bfloat16
     comparison = read_comparison(own)
     assert (comparison.unit, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
     assert [arm.name for arm in comparison.arms] == ["GRPO", "DEEP-GRPO"]

@@ -272,7 +272,7 @@ def test_a_branch_has_the_advantage_that_it_is_trained_with(branpo):
     # Only suffixes carry it, so it is that of the row's trained tokens.
     rows = table(branpo)
     written = of_stream(rows, "branch")["advantage"]
-    _, _, steps = branpo.streams.steps["branch"]
+    _, _, steps = branpo.stream_training.prepared["branch"]
     trained = [value for parts in steps for part in parts for value in part["advantages"].tolist()]
     assert sorted(value for value in written if value) == pytest.approx(sorted(value for value in trained if value))
 

@@ -166,7 +166,7 @@ def test_the_gradient_is_that_of_the_authors_loss(tmp_path, loss_type, more):
     output = one_batch(trainer)
     moved(trainer)
     before = {name: value.clone() for name, value in output.items()}
-    assert (trainer.streams.main_scale(output) != 1) == (more == "scaled")
+    assert (trainer.stream_training.main_scale(output) != 1) == (more == "scaled")
     found = gradients(trainer, trainer.compute_loss(trainer.model, output))
     assert trainer._metrics["train"].get("packing/packed", [0]) == [more == "packed"]
     loss, ratios = authors_loss(trainer, output, coef=0.7)

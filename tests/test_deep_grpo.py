@@ -82,7 +82,7 @@ def streams_of(trainer):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return inputs, trainer.streams.steps
+    return inputs, trainer.stream_training.prepared
 
 
 def drawn(trainer, ids):
@@ -150,7 +150,7 @@ def test_auxiliary_loss_equals_the_equation_written_out(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, aux_loss_weight=0.7, **CUTS)
     _, steps = streams_of(trainer)
     trainer.model.zero_grad()
-    trainer.streams.backward(trainer.model, 0, num_accumulated=1)
+    trainer.stream_training.backward(trainer.model, 0, num_accumulated=1)
     got = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
 
     trainer.model.zero_grad()

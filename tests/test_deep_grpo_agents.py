@@ -116,7 +116,7 @@ def test_only_what_the_policy_said_behind_the_fork_is_trained(tmp_path, voice):
     one_batch(trainer)
     points = trainer.branch_explorer._points
     branches = [branch for point in points for branch in point.branches]
-    _, _, steps = trainer.streams.steps["aux"]
+    _, _, steps = trainer.stream_training.prepared["aux"]
     trained = sum(int(loss_mask(part).sum()) for parts in steps for part in parts)
     contrasts = [point for point in points if len({tuple(b.rewards) for b in point.branches}) > 1]
     # Siblings with equal rewards need no pass.

@@ -161,7 +161,7 @@ REFUSING = [
     *(ROOT / "trl_explore" / name for name in ("credit/checks.py", "selection/budget.py", "packing/forward.py")),
     *(ROOT / "trl_explore" / name for name in ("credit/maxrl.py", "credit/subsets.py", "rewards/success.py")),
     *(ROOT / "trl_explore" / name for name in ("agents/snapshots.py", "chains/reading.py", "pivots/explorer.py")),
-    ROOT / "trl_explore" / "auto" / "ways.py",
+    ROOT / "trl_explore" / "auto" / "explorer_table.py",
 ]
 
 

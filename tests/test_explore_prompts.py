@@ -153,7 +153,7 @@ def test_rows_may_join_the_failed_group(tmp_path, case):
     trainer, output = batch(case, tmp_path, reward_funcs=odd_solved, explore_into="add", **UNSOLVED)
     expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
     assert torch.equal(output["completion_ids"], expected["completion_ids"])
-    weight, totals, steps = trainer.streams.steps["explored"]
+    weight, totals, steps = trainer.stream_training.prepared["explored"]
     assert weight == 1.0 and totals.num_rows == len(output["advantages"]) + int((~odd_groups(trainer)).sum())
 
 

@@ -167,7 +167,7 @@ def hinted(folder, hints, *, explore="hints", conversational=False, own=None, **
 def test_a_hint_makes_a_failed_prompt_solvable_and_replaces_one_row(told, tmp_path):
     trainer = hinted(tmp_path, ["b"])
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert texts(found.branches.rows.completion_ids) == ["bc", "bc"] and found.scored.rewards.tolist() == [1.0, 1.0]
     # Each group: the first row is replaced, the others have GRPO's advantages over the group with the success.
     expected = grpo([1.0, 0.0, 0.0, 0.0])
@@ -186,7 +186,7 @@ def test_a_hint_makes_a_failed_prompt_solvable_and_replaces_one_row(told, tmp_pa
 def test_the_weakest_sufficient_hint_is_used_and_the_stronger_ones_are_not_asked(told, tmp_path):
     trainer = hinted(tmp_path, [["d", "e", "bb", "bbb"]])
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert len(found.branches.rows) == 2
     shown = [prefix for asked, *_ in told.asked for prefix in asked]
     assert [text[-2:].strip() for text in shown] == ["d", "d", "e", "e", "bb", "bb"]
@@ -196,7 +196,7 @@ def test_the_weakest_sufficient_hint_is_used_and_the_stronger_ones_are_not_asked
 def test_hints_that_do_not_help_change_nothing(told, tmp_path):
     trainer = hinted(tmp_path, ["d"])
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.scored is None and not output["advantages"].any() and found.num_prompts == 2
     assert trainer._metrics["train"]["hints/solved_fraction"] == [0.0]
     assert "hints/mean_level" not in trainer._metrics["train"]
@@ -207,7 +207,7 @@ def test_prompts_without_a_hint_are_not_explored(told, tmp_path, nothing):
     data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "hint": ["b", nothing]})
     trainer = hinted(tmp_path, ["b"], train_dataset=data)
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.num_prompts == 1 and len(found.branches.rows) == 1
     (text,) = texts(found.branches.rows.prompt_ids)
     assert "1+1=" in text
@@ -218,14 +218,14 @@ def test_prompts_without_a_hint_are_not_explored(told, tmp_path, nothing):
 def test_solved_prompts_get_no_hint(told, tmp_path):
     trainer = hinted(tmp_path, ["b"], reward_funcs=always)
     one_batch(trainer)
-    assert trainer.branching.found == [] and told.asked == []
+    assert trainer.branching.results == [] and told.asked == []
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_several_rows_are_replaced_if_so_many_succeed(told, tmp_path, number):
     trainer = hinted(tmp_path, ["b"], own=dict(hint_rows=number, hint_samples=3))
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     replaced = min(number, 3)
     assert len(found.branches.rows) == 2 * replaced
     expected = grpo([1.0] * replaced + [0.0] * (GROUP - replaced))
@@ -244,14 +244,14 @@ def test_the_template_and_the_column_are_those_of_the_options(told, tmp_path):
 def test_hints_go_into_the_last_message_of_a_conversation(told, tmp_path):
     trainer = hinted(tmp_path, ["b"], conversational=True, own=dict(hint_template="{problem};{hint}"))
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert all(text.endswith("=;b") for text in told.asked[0][0]) and found.scored.rewards.tolist() == [1.0, 1.0]
 
 
 def test_with_the_hinted_loss_a_row_is_trained_under_the_prompt_with_the_hint(told, tmp_path):
     trainer = hinted(tmp_path, ["b"], own=dict(hint_loss="hinted", hint_template="{problem};{hint}"))
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     prompts, completions = row_tokens(found.scored.rows)
     assert texts(prompts) == told.asked[0][0] and texts(completions) == ["bc", "bc"]
     expected = grpo([1.0, 0.0, 0.0, 0.0])[0]
@@ -264,7 +264,7 @@ def test_with_the_plain_loss_the_ratio_of_each_token_is_capped(told, tmp_path, c
     template = "{problem};{hint}"
     trainer = hinted(tmp_path, ["b"], own=dict(hint_ratio_cap=cap, hint_template=template))
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     rows, advantage = found.branches.rows, grpo([1.0, 0.0, 0.0, 0.0])[0]
     ratios = []
     for prompt, ids, context in zip(rows.prompt_ids, rows.completion_ids, told.asked[0][0], strict=True):
@@ -291,7 +291,7 @@ def test_shares_of_a_solution_are_shown_and_not_trained(told, tmp_path):
     calls = [call for call in told.asked if call[0]]  # a process without prompts calls the sampler, too
     assert [asked[0].split("=")[1] for asked, *_ in calls] == ["dd", "ddb"]
     assert [(budgets, begun) for *_, budgets, begun in calls] == [([6, 6], [2, 2]), ([5, 5], [3, 3])]
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     prompts, completions = row_tokens(found.scored.rows)
     assert texts(completions) == ["ddbbc"] * 2 and all(text.endswith("=") for text in texts(prompts))
     assert loss_mask(found.scored.rows).tolist() == [[0, 0, 0, 1, 1, 1]] * 2
@@ -313,7 +313,7 @@ def test_shares_leave_room_for_a_token_and_are_not_shown_twice(told, tmp_path):
         trainer = hinted(tmp_path, [solution], own=own)
         one_batch(trainer)
         assert [begun for *_, begun in told.asked] == [[1, 1]] * number
-        assert len(trainer.branching.found) == number
+        assert len(trainer.branching.results) == number
 
 
 def test_hints_of_other_prompts_do_not_help(told, tmp_path):
@@ -351,7 +351,7 @@ def test_a_run_with_hints_learns_what_plain_samples_never_show(told, tmp_path, o
 def test_the_group_of_a_hint_is_credited_by_the_field_advantage(told, tmp_path, advantage):
     trainer = hinted(tmp_path, ["b"], advantage=advantage, passk_k=2, own=dict(hint_loss="hinted"))
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     kept, new = joined_advantages(trainer.args, [(0.0, 0.0)] * GROUP, [(1.0, 1.0)])
     assert output["advantages"].tolist() == pytest.approx(kept * 2)
     assert found.scored.rows["advantages"].tolist() == pytest.approx(new * 2)
@@ -544,7 +544,7 @@ def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     rounds = number + 1  # so many successes of each prompt
     for _ in range(rounds):
         one_batch(trainer)
-        assert trainer.branching.found == []
+        assert trainer.branching.results == []
     store = trainer.branch_explorer.explorers["replay"].store
     stored = {prompt: [*kept] for prompt, kept in store.stored.items()}
     assert len(stored) == 2 and len(store) == sum(map(len, stored.values())) >= 2
@@ -557,7 +557,7 @@ def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     output = one_batch(trainer)
     main_tokens = sum(map(len, trainer.main_completion_ids))
     assert trainer.sample.tokens.own - count == main_tokens
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert found.num_tokens == 0 and found.num_prompts == 2
     rows, ratios, place = found.branches.rows, [], 0
     expected_main = []
@@ -588,7 +588,7 @@ def test_the_first_ratio_of_an_unchanged_policy_is_one(tmp_path):
     one_batch(trainer)
     reward.fails = True
     one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     expected = grpo([1.0, 0.0, 0.0, 0.0])[0]
     for row, ids in enumerate(found.branches.rows.completion_ids):
         values = found.scored.rows["advantages"][row, : len(ids)]
@@ -598,7 +598,7 @@ def test_the_first_ratio_of_an_unchanged_policy_is_one(tmp_path):
 def test_prompts_without_a_stored_success_are_not_explored(tmp_path):
     trainer = replayed(tmp_path, never)
     one_batch(trainer)
-    assert trainer.branching.found == [] and trainer._metrics["train"]["replay/stored"] == [0.0]
+    assert trainer.branching.results == [] and trainer._metrics["train"]["replay/stored"] == [0.0]
     found, _ = trained(*OURS, tmp_path, explore="replay", reward_funcs=never)
     assert_same(found, trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=never)[0])
 
@@ -609,7 +609,7 @@ def test_a_stored_success_that_now_fails_gives_no_credit(tmp_path):
     one_batch(trainer)
     reward.fails = True
     output = one_batch(trainer)
-    (found,) = trainer.branching.found
+    (found,) = trainer.branching.results
     assert not output["advantages"].any() and not found.scored.rows["advantages"].any()
     assert trainer.branch_explorer.estimates.sums["replay"].contrast == 0
 
@@ -625,7 +625,7 @@ def test_successes_are_stored_while_other_explorers_work(tmp_path):
     used = set()
     for _ in range(12):
         one_batch(trainer)
-        used |= {found.explorer.name for found in trainer.branching.found}
+        used |= {found.explorer.name for found in trainer.branching.results}
     assert used == {"resample", "replay"} and len(store) == 2
 
 

@@ -177,7 +177,7 @@ def test_branpo_generates_and_trains_what_the_formula_says(tmp_path, monkeypatch
     log = first_step(trainer)
     main = sum(sum(trajectory.loss_mask) for trajectory in trainer.trajectories)
     assert main + log["branch/sampled_tokens"] == sum(total)
-    kept = trainer.branching.found[0].scored
+    kept = trainer.branching.results[0].scored
     assert kept.real.sum() == 8 * (log["branch/contrastive_fraction"] + log["branch/redundant_fraction"])
     masks = kept.rows["completion_mask"] * kept.rows["tool_mask"]
     assert 0 < masks.sum() <= log["branch/sampled_tokens"]

@@ -260,7 +260,7 @@ def test_streams_with_the_weight_zero_are_not_trained():
     part = StreamTraining(policy, together=False)
     real = torch.tensor([True])
     part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0]), real, real, real), 0.0)})
-    assert part.steps == {} and part.backward(policy.model, 0, num_accumulated=1) is None
+    assert part.prepared == {} and part.backward(policy.model, 0, num_accumulated=1) is None
 
 
 def logs(*prompts):

@@ -110,7 +110,7 @@ def test_a_second_quickstart_keeps_what_is_there_says_so_and_how_to_start_anew(t
     assert main(["quickstart"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "out/quickstart is there already: its 18 finished runs are kept, there is nothing to train." in shown
-    assert "To start anew, remove it (rm -r out/quickstart) or name another folder with --output_dir." in shown
+    assert "To start again, remove it (rm -r out/quickstart) or name another folder with --output_dir." in shown
     assert "TreeGRPO - GRPO on these seeds" in shown and "DEEP-GRPO, unsolved - GRPO on these seeds" in shown
     assert "Plain GRPO wins" in shown and "docs/evidence.md" in shown
     assert "Another machine gives other figures" in shown and "docs/measured.md" in shown

@@ -172,7 +172,7 @@ def test_there_must_be_a_whole_checkpoint_to_resume(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="checkpoint-3, not written to the end"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="is no whole checkpoint"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint"):
         trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
 
 

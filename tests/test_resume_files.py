@@ -145,7 +145,7 @@ def test_a_run_that_begins_again_in_its_folder_leaves_nothing_twice(tmp_path, ca
         run(method, tmp_path, **{**options, "max_steps": 2}, save_strategy="no")
     assert whole.startswith((tmp_path / name).read_text())
     assert (tmp_path / "_earlier-1" / name).read_text() == whole
-    assert caplog.text.count("holds files that this run does not go on from") == 1
+    assert caplog.text.count("contained files of an earlier run") == 1
     run(method, tmp_path, **options, save_strategy="no")
     assert (tmp_path / name).read_text() == whole
     assert sorted(path.name for path in tmp_path.glob("_*")) == ["_earlier-1", "_earlier-2"]
@@ -214,4 +214,4 @@ def test_checkpoints_of_an_earlier_run_are_told(tmp_path, caplog):
     run(BASE, tmp_path, max_steps=2)
     with caplog.at_level(logging.WARNING):
         run(BASE, tmp_path, max_steps=1, save_strategy="no")
-    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` takes it" in caplog.text
+    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` uses it" in caplog.text

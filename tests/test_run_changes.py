@@ -89,7 +89,7 @@ def test_rollouts_in_use_need_what_they_were_made_with():
     now = {**THEN, "beta": 0.1}
     with pytest.raises(ValueError, match=r"`beta` changed from 0.0 to 0.1 .* \(steps that 4 divides\), or drop these"):
         check_changes(THEN, now, **MANNERS)
-    told = "`beta` changed from 0.0 to 0.1 since out/checkpoint-6 was written; the new values hold from here on."
+    told = "`beta` changed from 0.0 to 0.1 since out/checkpoint-6 was written; the new values are used from now on."
     assert check_changes(THEN, now, **{**MANNERS, "rollouts_in_use": False}) == told
     assert "from 0.1 to 0.0" in check_changes(now, THEN, **MANNERS)
     assert "from 0.1 to 0.2" in check_changes(now, {**now, "beta": 0.2}, **MANNERS)
@@ -184,7 +184,7 @@ def test_another_methods_checkpoint_is_refused_with_the_remedy(tmp_path, first, 
     one, other = first[0]._name, second[0]._name
     with pytest.raises(
         ValueError,
-        match=f"checkpoint-2 was written by {one}, whose state means nothing to {other}: go "
+        match=f"checkpoint-2 was written by {one}, whose state cannot be used by {other}: go "
         "on with .*, or start a new run from its weights, with `model='.*checkpoint-2'`",
     ):
         gone_on(second, tmp_path)

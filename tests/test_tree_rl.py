@@ -207,9 +207,9 @@ def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path, opti
 
 def test_branches_and_main_rows_are_one_mean(tmp_path):
     trainer, output = batch(tmp_path)
-    _, totals, _ = trainer.streams.steps["branch"]
+    _, totals, _ = trainer.stream_training.prepared["branch"]
     branched = sum(len(branches(tree)) for tree in trainer.branch_explorer.trees)
-    assert totals.num_rows == len(output["advantages"]) + branched == trainer.streams.main_totals.num_rows
+    assert totals.num_rows == len(output["advantages"]) + branched == trainer.stream_training.main_totals.num_rows
 
 
 def test_so_many_leaves_are_trained_all_chains_among_them(tmp_path):
@@ -264,7 +264,7 @@ def test_it_generates_and_trains_what_the_formula_of_the_readme_says(tmp_path):
     assert found["branch/sampled_tokens"] == pytest.approx(generated)
     rows = sum(len(branches(tree)) for tree in trees)
     trained_tokens = output["completion_mask"].sum() + rows * found["branch/completions/mean_length"]
-    assert trainer.streams.main_totals.num_tokens == pytest.approx(float(trained_tokens))
+    assert trainer.stream_training.main_totals.num_tokens == pytest.approx(float(trained_tokens))
 
 
 # -------------------------------------------------------------------------------------------------------- table, state

@@ -322,13 +322,13 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         return Credit(self, self.scorer)
 
     @cached_property
-    def streams(self) -> StreamTraining:
+    def stream_training(self) -> StreamTraining:
         """Training of the rows of streams."""
         return StreamTraining(
             self,
             together=self.packing.regroups,
             window=self.packing.window,
-            longest=fixed_rotary_length(unwrapped(self, self.model).config),
+            trim_up_to=fixed_rotary_length(unwrapped(self, self.model).config),
         )
 
     @cached_property
@@ -682,10 +682,12 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Run the backward passes of streams here. TRL runs the pass of the main rows, with the returned loss.
         accumulated = self.current_gradient_accumulation_steps
-        extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
+        extra = self.stream_training.backward(
+            model, self._step % self.args.steps_per_generation, num_accumulated=accumulated
+        )
         # Scale advantages and beta together: this scales the policy and KL terms, but not the entropy bonus and the
         # router loss.
-        scale = self.streams.main_scale(inputs)
+        scale = self.stream_training.main_scale(inputs)
         before = self.beta, self.epsilon_low, self.epsilon_high
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}

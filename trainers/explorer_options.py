@@ -5,8 +5,8 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+from trl_explore.auto.explorer_table import DEFAULT_EXPLORERS, EXPLORER_TABLE
 from trl_explore.auto.hints import check_hint_column
-from trl_explore.auto.ways import DEFAULT_EXPLORERS, WAYS
 from trl_explore.names import unknown_name
 
 from .config import ExplorationConfig, upgrade_config
@@ -40,7 +40,7 @@ class OwnOptions:
     """
 
     def __init__(self, args: ExplorationConfig, name: str) -> None:
-        way = WAYS[name]
+        entry = EXPLORER_TABLE[name]
         given = dict(args.options_by_explorer.get(name, {}))
         _check_fields(name, given)
         self.shared = sorted(SHARED - NOT_FOLLOWED)
@@ -49,13 +49,13 @@ class OwnOptions:
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
         values["trained_generations"] = None
         values["success_threshold"] = args.success_bar
-        if way.has_own_advantages:
+        if entry.has_own_advantages:
             # The trainer's `advantage` only changes GRPO's rows.
             values["advantage"], values["advantage_weights"] = "grpo", None
         self.args = object.__new__(ExplorationConfig)
-        self.args.__dict__.update({**values, **way.defaults, **given})
+        self.args.__dict__.update({**values, **entry.defaults, **given})
         try:
-            self.args = upgrade_config(self.args, way.config_class)
+            self.args = upgrade_config(self.args, entry.config_class)
             self.args.validate()
         except (TypeError, ValueError) as error:
             raise ValueError(f"`explorer_options[{name!r}]`: {error}") from None
@@ -88,9 +88,9 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
     for name, given in args.options_by_explorer.items():
         # Also of explorers that this run does not use, because a misspelt field would be noticed much later.
         _check_fields(name, given)
-    for one in options.values():
-        if isinstance(one.args, HintConfig):
-            check_hint_column(one.args.hint_column, train_dataset, remove_unused_columns=args.remove_unused_columns)
+    for own in options.values():
+        if isinstance(own.args, HintConfig):
+            check_hint_column(own.args.hint_column, train_dataset, remove_unused_columns=args.remove_unused_columns)
     return options
 
 
@@ -109,15 +109,15 @@ def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...
         names = tuple(args.explorers)
     for name in names:
         _check_known(field, name)
-        way = WAYS[name]
-        if is_agent and not way.agents:
-            suited = [other for other, way in WAYS.items() if way.agents]
+        entry = EXPLORER_TABLE[name]
+        if is_agent and not entry.agents:
+            suited = [other for other, entry in EXPLORER_TABLE.items() if entry.agents]
             raise ValueError(
                 f"`{field}`: {name!r} explores completions of a single turn, but this run has tools or an "
                 f"environment: {_remedy(field, suited)}."
             )
-        if not is_agent and not way.single_turn:
-            suited = [other for other, way in WAYS.items() if way.single_turn]
+        if not is_agent and not entry.single_turn:
+            suited = [other for other, entry in EXPLORER_TABLE.items() if entry.single_turn]
             raise ValueError(
                 f"`{field}`: {name!r} explores the turns of an agent, and this run has neither tools nor "
                 f"environments: {_remedy(field, suited)}."
@@ -131,16 +131,16 @@ def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...
 
 def _check_known(field: str, name: Any) -> None:
     """Raise ValueError if there is no explorer with this name."""
-    if not isinstance(name, str) or name not in WAYS:
-        raise ValueError(f"`{field}`: {unknown_name('explorer', str(name), WAYS)}")
+    if not isinstance(name, str) or name not in EXPLORER_TABLE:
+        raise ValueError(f"`{field}`: {unknown_name('explorer', str(name), EXPLORER_TABLE)}")
 
 
 def _check_fields(name: str, given: Mapping[str, Any]) -> None:
     """Raise ValueError if an option of an explorer is unknown, refused, or has the wrong type."""
-    way, start = WAYS[name], f"`explorer_options[{name!r}]`"
-    own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in SHARED}
+    entry, start = EXPLORER_TABLE[name], f"`explorer_options[{name!r}]`"
+    own = {spec.name: spec for spec in fields(entry.config_class) if spec.name not in SHARED}
     for option, value in given.items():
-        if option in way.refused_options:
+        if option in entry.refused_options:
             raise ValueError(f"{start}: `{option}` cannot be set for one explorer of several: leave it out.")
         if option in SHARED:
             raise ValueError(f"{start}: `{option}` is a field of the trainer: set it there.")

@@ -3,8 +3,11 @@
 The defaults are plain GRPO. Hooks run in training only; evaluation is GRPO's.
 
 Words: the *main rows* are the rows that GRPO has, `num_generations` consecutive ones for each prompt. A *stream* is a
-named set of further rows that are trained, with a weight. Dimension letters: B main rows on this process, N main rows
-over all processes, T completion tokens, F reward functions.
+second set of rows of the same generation batch, for example branches. It has a name and a weight. Its loss is a mean
+over its own rows, multiplied by the weight, and is added to the loss of the main rows.
+
+Dimension letters: B main rows on this process, N main rows over all processes, T completion tokens, F reward
+functions.
 """
 
 from dataclasses import replace
@@ -319,7 +322,7 @@ class Hooks:
         raise NotImplementedError
 
     @property
-    def streams(self) -> StreamTraining:
+    def stream_training(self) -> StreamTraining:
         """Training of the rows of streams."""
         raise NotImplementedError
 

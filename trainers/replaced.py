@@ -31,7 +31,7 @@ SELECTION = (
     "success_threshold",
 )
 # Parts of the trainer that are made from these fields.
-PARTS = ("rounds", "choice", "exploration", "branching", "streams", "threshold_watch")
+PARTS = ("rounds", "choice", "exploration", "branching", "stream_training", "threshold_watch")
 
 
 class Replaced:

@@ -80,11 +80,12 @@ class Saving:
                     f"{found}: train without it."
                 )
             if skipped:
-                logger.warning("passing over %s: not written to the end", ", ".join(skipped))
+                logger.warning("skipping %s: not written to the end", ", ".join(skipped))
         elif resume_from_checkpoint and not is_complete(resume_from_checkpoint):
             raise ValueError(
-                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state, "
-                "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest whole one."
+                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is not a complete checkpoint: its trainer "
+                "state, or the state of a process, is missing or cut off. Pass an older checkpoint, or `True` for the "
+                "newest complete one."
             )
         self.resumed = None
         if resume_from_checkpoint:
@@ -114,14 +115,12 @@ class Saving:
             aside = set_aside(folder, earlier)
             if aside is not None:
                 names = sorted({path.relative_to(folder).parts[0] for path in earlier})
-                logger.warning(
-                    "%s holds files that this run does not go on from; they are in %s now: %s.", folder, aside, names
-                )
+                logger.warning("%s contained files of an earlier run; they are in %s now: %s.", folder, aside, names)
             old = None if checkpoint else last_complete_checkpoint(folder)[0]
             if old is not None:
                 logger.warning(
-                    "%s is of an earlier run, and `resume_from_checkpoint=True` takes it until this run has gone "
-                    "further: delete it, or choose another `output_dir`.",
+                    "%s is of an earlier run, and `resume_from_checkpoint=True` uses it until this run has "
+                    "saved a later step: delete it, or choose another `output_dir`.",
                     old,
                 )
         self.accelerator.wait_for_everyone()
@@ -229,7 +228,7 @@ class Saving:
         mid_generation = self.trainer._step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
         buffered_inputs = rollout = None
         if mid_generation:
-            buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.streams.state()
+            buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.stream_training.state()
         state = {
             "format": FORMAT,
             "num_processes": self.accelerator.num_processes,
@@ -287,7 +286,7 @@ class Saving:
         self._knows_method = state["trainer"] == own and not begins_to_explore
         if state["trainer"] not in (own, METHODS["exploration"].title):
             raise ValueError(
-                f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
+                f"{checkpoint} was written by {state['trainer']}, whose state cannot be used by {own}: go on "
                 f"with {state['trainer']}, or {new_run}."
             )
         if self._knows_method and state["method"].keys() != self.trainer.exploration_state().keys():
@@ -312,7 +311,10 @@ class Saving:
             if changed:
                 logger.warning(changed)
             if self.args.sync_ref_model:
-                logger.warning("`sync_ref_model=True`: no checkpoint holds the reference model, which begins anew.")
+                logger.warning(
+                    "`sync_ref_model=True`: no checkpoint holds the reference model, so it starts with its initial "
+                    "weights."
+                )
         return state
 
     def restore(self, checkpoint: str) -> None:
@@ -348,7 +350,7 @@ class Saving:
         if state["buffered_inputs"] is not None:
             device = self.accelerator.device
             self.trainer._buffered_inputs = _to_device(state["buffered_inputs"], device)
-            self.trainer.streams.load_state(_to_device(state["rollout"], device))
+            self.trainer.stream_training.load_state(_to_device(state["rollout"], device))
 
     def _table_state(self) -> dict[str, Any] | None:
         trainer = self.trainer

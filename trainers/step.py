@@ -50,14 +50,14 @@ class Step:
 
     def run(self, inputs: list[dict[str, Any]]) -> RowDict:
         """
-        Return the main rows of the generation batch. The rows of streams go to `trainer.streams`.
+        Return the main rows of the generation batch. The rows of streams go to `trainer.stream_training`.
 
         Args:
             inputs (`list[dict]`):
                 Rows of the data set, `[B]`; `num_generations` consecutive rows have the same prompt.
         """
         trainer = self.trainer
-        trainer.streams.main_totals = None
+        trainer.stream_training.main_totals = None
         trainer.sample.metrics = {}
         keep = None  # mask `(B,)` of the main rows to train; None: train all
         if trainer.rounds is None:
@@ -76,12 +76,12 @@ class Step:
         elif keep is not None and trainer.ranks.gather(keep).all():
             keep = None  # no process drops a row, so the batch is GRPO's bit for bit
         if keep is not None:
-            output = trainer.streams.drop(output, keep)
-        trainer.credit.temper(output)
+            output = trainer.stream_training.train_only(output, keep)
+        trainer.credit.apply_clip_cov_and_kl_cov(output)
         if trainer.log_completions and trainer.rounds is None and not trainer.args.trains_some:
             # In rounds, `table.add` has already put the advantages of each round into the table.
             trainer.table.show_advantages(self.logs, output)
-        trainer.streams.prepare(output, streams)
+        trainer.stream_training.prepare(output, streams)
         self._log_generation()
         return output
 

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # for `exam
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import sklearn.linear_model  # noqa: F401 - a trainer that needs it imports it when it is made, in every child anew
+import sklearn.linear_model  # noqa: F401 - a trainer that needs it imports it when it is made, again in every child
 import torch
 from datasets import Dataset
 from peft import LoraConfig

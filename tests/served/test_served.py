@@ -231,7 +231,7 @@ def test_bad_servers_are_refused_before_the_first_step(server, models, tmp_path)
         make("grpo", server, tmp_path, max_completion_length=300)
     with pytest.raises(ConnectionError, match=r"no vLLM server at http://127.0.0.1:9 after 2 s: .*vllm serve"):
         make("grpo", server, tmp_path, port=9)
-    with pytest.raises(ValueError, match="weights are to travel by 'nccl', .* is 'file'"):
+    with pytest.raises(ValueError, match="the trainer sends weights by 'nccl', .* is 'file'"):
         make("grpo", server, tmp_path, vllm_weight_sync="nccl")
     backend = make("grpo", server, tmp_path).vllm_generation
     backend.processing_class = make_tokenizer()

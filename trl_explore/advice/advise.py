@@ -81,7 +81,7 @@ def advise(signs: Signs) -> Advice:
             The numbers that the logs of the run contain.
 
     Returns:
-        [`Advice`]: The verdict, and the findings behind it.
+        [`Advice`]: The verdict, and the findings that support it.
     """
     if not signs.can_learn:
         # The run learned nothing, so other findings would mislead.

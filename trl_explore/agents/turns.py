@@ -87,9 +87,9 @@ class Turn:
 
     number: int  # 0 for the first turn of the assistant
     rows: list[int]  # indices into the batch, in the order in which the turns are sampled
-    shown: list[int]  # number of tokens before the newest answers of tools; 0 in turn 0
+    shown: list[int]  # number of tokens before the newest answers of tools; 0 in the first turn
     budgets: list[int]  # maximum number of new tokens, at least 1
-    last_messages: list[list[dict[str, Any]]]  # newest messages: the prompt in turn 0, later the answers of tools
+    last_messages: list[list[dict[str, Any]]]  # newest messages: at first the prompt, later the answers of tools
 
 
 @dataclass(frozen=True)

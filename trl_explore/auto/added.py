@@ -61,7 +61,7 @@ class AddedExplorer(BranchExplorer):
             origins = [group.trajectories[0] for group in groups]
             score_missing(self.scorer, [(origin.example, origin.prompt_ids) for origin in origins], explored)
         self._explored = list(explored)
-        found = as_rollout(self._explored, masks_tokens=any(one.loss_mask is not None for one in explored))
+        found = as_rollout(self._explored, masks_tokens=any(of_prompt.loss_mask is not None for of_prompt in explored))
         examples: list[dict[str, Any]] = []
         prompt_ids: list[list[int]] = []
         parents: list[int | None] = []
@@ -124,7 +124,7 @@ class ResampleBranches(BranchExplorer):
         for group in groups:
             # The new trajectories start from the first state of an environment. After an error, the environment may
             # not return to that state, so use a trajectory without an error.
-            usable = [one for one in group.trajectories if not self.forks.has_failed(one.main_row)]
+            usable = [own for own in group.trajectories if not self.forks.has_failed(own.main_row)]
             if usable:
                 forks.append(Fork(usable[0], turn=0, number=size, start=0))
         branches = self.forks.sample_branches(forks)

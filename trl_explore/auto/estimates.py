@@ -20,9 +20,14 @@ class Estimates:
     """
     Estimates contrast per generated token of each source, and chooses sources by Thompson sampling.
 
-    A source of rows is `PLAIN` or the name of an explorer. The estimate of a source is a Gamma posterior. Every source
-    has the same prior: its mean is the contrast per token of `PLAIN`, and it weighs as much as one group with
-    contrast. An explorer that was not tried yet is therefore as attractive as fresh prompts.
+    A source of rows is `PLAIN` or the name of an explorer. For the estimate of a source, its groups with contrast are
+    counts of a Poisson process in the number of tokens. The rate of this process has a Gamma prior, which is the same
+    for every source: its mean is the contrast per token of `PLAIN`, and it weighs as much as one group with contrast.
+    So an explorer that was not tried yet is expected to yield as much as fresh prompts.
+
+    Thompson sampling chooses a source for a prompt: sample a rate from the posterior of each source, and take the
+    source with the largest sampled rate. So a source that is probably better is chosen more often, and a source with
+    few observations, whose posterior is wide, is still tried.
 
     Args:
         explorers (`Sequence[str]`):
@@ -43,16 +48,16 @@ class Estimates:
 
     def add(self, source: str, *, contrast: float, tokens: float) -> None:
         """Add the number of groups with contrast and the number of tokens of a generation batch to a source."""
-        bought = self.sums[source]
-        bought.contrast = self.discount * bought.contrast + contrast
-        bought.tokens = self.discount * bought.tokens + tokens
+        sums = self.sums[source]
+        sums.contrast = self.discount * sums.contrast + contrast
+        sums.tokens = self.discount * sums.tokens + tokens
 
     def rate(self, source: str) -> float | None:
         """Return groups with contrast per token. None if the source was never used."""
-        bought = self.sums[source]
-        if not bought.tokens:
+        sums = self.sums[source]
+        if not sums.tokens:
             return None
-        return bought.contrast / bought.tokens
+        return sums.contrast / sums.tokens
 
     def choose(self, possible: Sequence[Collection[str]], *, random: Random) -> list[str]:
         """
@@ -84,19 +89,20 @@ class Estimates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and counts, for a checkpoint."""
-        sums = {name: [bought.contrast, bought.tokens] for name, bought in self.sums.items()}
+        saved = {name: [sums.contrast, sums.tokens] for name, sums in self.sums.items()}
         counts = [self.num_unsolved, self.num_compared, self.num_preferred]
-        return {"sums": sums, "counts": counts}
+        return {"sums": saved, "counts": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint. An explorer that is not in the checkpoint starts with empty sums."""
-        for name, bought in self.sums.items():
-            bought.contrast, bought.tokens = state["sums"].get(name, (0.0, 0.0))
+        for name, sums in self.sums.items():
+            sums.contrast, sums.tokens = state["sums"].get(name, (0.0, 0.0))
         self.num_unsolved, self.num_compared, self.num_preferred = state["counts"]
 
     def _draw(self, source: str, random: Random) -> float:
         """Sample contrast per token from the posterior of a source."""
-        bought, plain = self.sums[source], self.sums[PLAIN]
-        # Tokens that fresh prompts need for one group with contrast: the weight of the prior.
+        sums, plain = self.sums[source], self.sums[PLAIN]
+        # The prior counts as one group with contrast, in the number of tokens that fresh prompts need for one.
+        # Observed groups are added to the shape of the Gamma distribution, and observed tokens to its inverse scale.
         prior_tokens = max(plain.tokens, 1.0) / max(plain.contrast, 1.0)
-        return random.gammavariate(1.0 + bought.contrast, 1.0 / (prior_tokens + bought.tokens))
+        return random.gammavariate(1.0 + sums.contrast, 1.0 / (prior_tokens + sums.tokens))

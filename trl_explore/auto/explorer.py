@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_explore.auto.estimates import PLAIN, Estimates
-from trl_explore.auto.ways import WAYS
+from trl_explore.auto.explorer_table import EXPLORER_TABLE
 from trl_explore.credit.normalised import equal_groups
-from trl_explore.explorers.branch_explorer import BranchExplorer, Found, ScoredGroup
+from trl_explore.explorers.branch_explorer import BranchExplorer, ScoredGroup, SearchResult
 from trl_explore.forks.engine import Forks
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.advantages import has_signal
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 # The loss of an explorer that gets at least this share of the batch's prompts has the same weight as the main loss.
 FULL_WEIGHT_SHARE = 0.25
-# If an explorer was estimated to be better than fresh prompts for a smaller share of the unsolved prompts, warn at the
-# end of the run.
-WORTH_SHARE = 0.05
+# Thompson sampling compares the explorers with fresh prompts for each unsolved prompt. If it chose an explorer for a
+# smaller share of these prompts, exploring did not pay, so warn at the end of the run. Prompts that got a random
+# explorer (`explore_min_share`) do not count.
+MIN_PREFERRED_SHARE = 0.05
 
 
 class AutoExplorer(BranchExplorer):
@@ -57,7 +58,7 @@ class AutoExplorer(BranchExplorer):
         self.options = options
         self.explorers: dict[str, BranchExplorer] = {}
         for name, own in options.items():
-            explorer = WAYS[name].make(policy, forks, scorer, args=own.args)
+            explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
         min_share = self.args.explore_min_share
@@ -185,26 +186,26 @@ class AutoExplorer(BranchExplorer):
         """Return the name under which the configuration lists one of the explorers."""
         return next(name for name, own in self.explorers.items() if own is explorer)
 
-    def end_search(self, found: Sequence[Found]) -> None:
+    def end_search(self, results: Sequence[SearchResult]) -> None:
         """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process
         calls it."""
-        for one in found:
+        for result in results:
             contrasts, solved = 0.0, 0
-            if one.scored is not None:
-                contrasts, solved = self._contrasts(one), self._solved(one)
+            if result.scored is not None:
+                contrasts, solved = self._contrasts(result), self._solved(result)
             # `replay` generates nothing, but training its rows has a cost. Without this, its estimate would have no
             # tokens.
-            num_trained = sum(map(sum, one.branches.rows.loss_mask))
+            num_trained = sum(map(sum, result.branches.rows.loss_mask))
             total = self.policy.ranks.summed(
                 {
                     "contrast": contrasts,
                     "solved": solved,
-                    "tokens": max(one.num_tokens, num_trained),
-                    "sampled": one.num_tokens,
-                    "prompts": one.num_prompts,
+                    "tokens": max(result.num_tokens, num_trained),
+                    "sampled": result.num_tokens,
+                    "prompts": result.num_prompts,
                 }
             )
-            name = self._name_of(one.explorer)
+            name = self._name_of(result.explorer)
             self.estimates.add(name, contrast=total["contrast"], tokens=total["tokens"])
             self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
             self.policy.log_metric(f"explore/sampled_tokens/{name}", total["sampled"])
@@ -215,24 +216,24 @@ class AutoExplorer(BranchExplorer):
         for name, share in self._shares.items():
             self.policy.log_metric(f"explore/share/{name}", share)
 
-    def _contrasts(self, one: Found) -> float:
+    def _contrasts(self, result: SearchResult) -> float:
         """Return the number of rows of this process that the explorer gave an advantage other than 0, divided by
         `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other
         than 0."""
-        assert one.scored is not None
-        signal = has_signal(one.scored.rows["advantages"])[one.scored.real]
-        size = one.branches.rows.group_size
+        assert result.scored is not None
+        signal = has_signal(result.scored.rows["advantages"])[result.scored.real]
+        size = result.branches.rows.group_size
         if self.args.success_reward is not None and size > 1:  # rows of a group are compared with each other
-            signal = signal & ~equal_groups(one.scored.success_rewards.view(-1, size)).flatten()
-        num_changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
+            signal = signal & ~equal_groups(result.scored.success_rewards.view(-1, size)).flatten()
+        num_changed = sum(bool(torch.tensor(value).any()) for value in result.branches.main_advantages.values())
         return (int(signal.sum()) + num_changed) / self.args.num_generations
 
-    def _solved(self, one: Found) -> int:
+    def _solved(self, result: SearchResult) -> int:
         """Return the number of explored prompts of this process for which a row of the explorer succeeded."""
-        assert one.scored is not None
-        success = succeeded(one.scored.success_rewards, threshold=self.args.success_bar).tolist()
+        assert result.scored is not None
+        success = succeeded(result.scored.success_rewards, threshold=self.args.success_bar).tolist()
         solved = set()
-        for parent, is_success in zip(one.branches.rows.parents, success, strict=True):
+        for parent, is_success in zip(result.branches.rows.parents, success, strict=True):
             if is_success and parent is not None:
                 solved.add(parent // self.args.num_generations)
         return len(solved)
@@ -257,11 +258,11 @@ class AutoExplorer(BranchExplorer):
                 "rewards.",
                 stacklevel=2,
             )
-        elif estimates.num_preferred < WORTH_SHARE * estimates.num_compared:
+        elif estimates.num_preferred < MIN_PREFERRED_SHARE * estimates.num_compared:
             warnings.warn(
-                f"`explore='auto'` explored almost nothing: for {estimates.num_preferred} of {estimates.num_compared} "
-                "unsolved prompts an explorer promised more contrast per token than fresh prompts. GRPO suits this "
-                "run.",
+                f"`explore='auto'` explored almost nothing: it compared explorers with fresh prompts for "
+                f"{estimates.num_compared} unsolved prompts, and expected more groups with contrast per token from an "
+                f"explorer for {estimates.num_preferred} of them. GRPO is enough for this run.",
                 stacklevel=2,
             )
 

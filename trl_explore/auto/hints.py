@@ -36,7 +36,7 @@ class Hint:
 
 
 @dataclass
-class Hinted:
+class HintedCompletion:
     """A completion that was sampled with a hint."""
 
     context_ids: list[int]  # prompt from which it was sampled; contains the hint unless `num_shown > 0`
@@ -66,7 +66,7 @@ class HintExplorer(BranchExplorer):
         self, policy: Policy, forks: "Forks", scorer: Scorer, *, args: "ExplorationConfig | None" = None
     ) -> None:
         super().__init__(policy, forks, scorer, args=args)
-        self._found: list[list[Hinted]] = []  # successful completions of each group of this batch
+        self._found: list[list[HintedCompletion]] = []  # successful completions of each group of this batch
 
     @property
     def weight(self) -> None:
@@ -77,7 +77,7 @@ class HintExplorer(BranchExplorer):
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         hints = [self._hints(group.trajectories[0].example) for group in groups]
-        found: list[list[Hinted]] = [[] for _ in groups]  # successful completions of each group
+        found: list[list[HintedCompletion]] = [[] for _ in groups]  # successful completions of each group
         sample = self.forks.sample
         for level in range(self.policy.ranks.most(max(map(len, hints), default=0))):
             # For each group without a success: index of the group, prompt tokens, and shown tokens of the solution.
@@ -91,17 +91,19 @@ class HintExplorer(BranchExplorer):
             budgets = [longest - len(shown) for _, _, shown in asked]
             begun = [len(shown) for _, _, shown in asked]
             sampled = sample(prefixes, self.args.hint_samples, budgets, begun=begun)
-            tried: list[tuple[int, Hinted]] = []
+            tried: list[tuple[int, HintedCompletion]] = []
             for (place, context, shown), continuations in zip(asked, sampled, strict=True):
                 for continuation in continuations:
                     ids = continuation.token_ids
                     logprobs = [*[None] * len(shown), *(continuation.logprobs or [None] * len(ids))]
                     is_trained = continuation.finished or not self.args.mask_truncated_completions
-                    tried.append((place, Hinted(context, shown + ids, len(shown), logprobs, level, is_trained)))
-            self._judge(groups, [one for _, one in tried], [place for place, _ in tried])
-            for place, one in tried:
-                if len(found[place]) < self.args.hint_rows and one.is_trained and self._is_success(one):
-                    found[place].append(one)
+                    tried.append(
+                        (place, HintedCompletion(context, shown + ids, len(shown), logprobs, level, is_trained))
+                    )
+            self._judge(groups, [completion for _, completion in tried], [place for place, _ in tried])
+            for place, completion in tried:
+                if len(found[place]) < self.args.hint_rows and completion.is_trained and self._is_success(completion):
+                    found[place].append(completion)
         self._found = found
         self._log(groups)
         return self._branches(groups)
@@ -129,20 +131,20 @@ class HintExplorer(BranchExplorer):
         prompt = fill_prompt(origin.example["prompt"], self.args.hint_template, {"hint": hint.text})
         return self.policy.encode_prompts([prompt])[0]
 
-    def _judge(self, groups: Sequence[ScoredGroup], tried: Sequence[Hinted], places: Sequence[int]) -> None:
+    def _judge(self, groups: Sequence[ScoredGroup], tried: Sequence[HintedCompletion], places: Sequence[int]) -> None:
         """Score completions. `places` are the indices of their groups. Every process must call it."""
         origins = [groups[place].trajectories[0] for place in places]
         rewards, extra = self.scorer.judge(
             [origin.example for origin in origins],
-            [one.completion_ids for one in tried],
+            [completion.completion_ids for completion in tried],
             prompt_ids=[origin.prompt_ids for origin in origins],
         )
-        for one, values, columns in zip(tried, rewards, extra, strict=True):
-            one.rewards, one.extra = values, columns
+        for completion, values, columns in zip(tried, rewards, extra, strict=True):
+            completion.rewards, completion.extra = values, columns
 
-    def _is_success(self, one: Hinted) -> bool:
+    def _is_success(self, completion: HintedCompletion) -> bool:
         """Return whether a scored completion is a success."""
-        deciding = self.scorer.success(torch.tensor([one.rewards]))
+        deciding = self.scorer.success(torch.tensor([completion.rewards]))
         return bool(succeeded(deciding, threshold=self.args.success_bar)[0])
 
     # ------------------------------------------------------------------------------------------------------------ rows
@@ -161,27 +163,27 @@ class HintExplorer(BranchExplorer):
                 continue
             origin = group.trajectories[0]
             new = []
-            for one in hinted:
-                assert one.rewards is not None
-                rewards = torch.tensor([one.rewards])
+            for completion in hinted:
+                assert completion.rewards is not None
+                rewards = torch.tensor([completion.rewards])
                 new.append((self.scorer.totals(rewards).item(), self.scorer.success(rewards).item()))
-                trained_prompt = one.context_ids
-                if plain or one.num_shown > 0:
+                trained_prompt = completion.context_ids
+                if plain or completion.num_shown > 0:
                     trained_prompt = origin.prompt_ids
                 examples.append(origin.example)
                 prompt_ids.append(trained_prompt)
-                completion_ids.append(one.completion_ids)
-                loss_mask.append(suffix_mask([1] * len(one.completion_ids), one.num_shown))
-                if trained_prompt == one.context_ids:
+                completion_ids.append(completion.completion_ids)
+                loss_mask.append(suffix_mask([1] * len(completion.completion_ids), completion.num_shown))
+                if trained_prompt == completion.context_ids:
                     drawn.append([])
-                    logprobs.append(one.logprobs)
+                    logprobs.append(completion.logprobs)
                 else:
                     # The row is trained with another prompt than it was sampled from, so it needs a likelihood ratio.
                     # The sampler's log-probabilities belong to the other prompt.
-                    drawn.append([Drawn(0, one.context_ids, one.completion_ids)])
-                    logprobs.append([None] * len(one.completion_ids))
-                known_rewards.append(one.rewards)
-                extra.append(one.extra or {})
+                    drawn.append([Drawn(0, completion.context_ids, completion.completion_ids)])
+                    logprobs.append([None] * len(completion.completion_ids))
+                known_rewards.append(completion.rewards)
+                extra.append(completion.extra or {})
                 parents.append(origin.row)
             main = list(zip(group.rewards, group.deciding, strict=True))
             main_values, values = joined_advantages(self.args, main, new)

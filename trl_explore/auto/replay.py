@@ -60,14 +60,15 @@ class SuccessStore:
     def newest(self, prompt: Prompt, number: int, *, longest: int) -> list[Stored]:
         """Return the newest completions of a prompt, the newest first: at most `number` completions, each with at most
         `longest` tokens."""
-        fitting = [one for one in self.stored.get(prompt, []) if len(one[0]) <= longest]
+        fitting = [stored for stored in self.stored.get(prompt, []) if len(stored[0]) <= longest]
         return fitting[::-1][:number]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the stored completions, for a checkpoint. They are a few long tensors, because writing and reading
         millions of Python numbers takes minutes."""
         completions = list(itertools.chain.from_iterable(self.stored.values()))
-        ids, logprobs = [one[0] for one in completions], [one[1] for one in completions]
+        ids = [completion_ids for completion_ids, _ in completions]
+        logprobs = [values for _, values in completions]
         return {
             "prompts": _joined(self.stored, torch.int32),
             "prompt_lengths": _lengths(self.stored),

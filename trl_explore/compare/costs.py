@@ -127,7 +127,7 @@ def mean_curve(
         metric (`str`):
             Name of the metric.
         t_interval (`bool`, *optional*, defaults to `False`):
-            Whether to return the ends of the mean's 95 % interval instead of the lowest and highest value. With
+            If `True`, return the ends of the mean's 95 % interval instead of the lowest and highest value. With
             fewer than three curves there is no interval, so this has no effect.
 
     Returns:

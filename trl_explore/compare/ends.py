@@ -43,7 +43,7 @@ def powers_up_to(most: int) -> list[int]:
 
 def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
     """
-    Count the problems that training newly solved, and those that it newly lost.
+    Count the problems that training newly solved, and the problems that it newly lost.
 
     A problem is newly solved if it had no success before training and at least 5 after it. It is newly lost if it is
     the other way round. With 5 successes against none, a binomial test is significant at 5 %: a fair coin would put

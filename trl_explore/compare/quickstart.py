@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
         left = len(folder.missing())
         rest = f"the other {left} go on" if left else "there is nothing to train"
         console.print(
-            f"{output} is there already: its {folder.num_runs - left} finished runs are kept, {rest}. To start anew, "
+            f"{output} is there already: its {folder.num_runs - left} finished runs are kept, {rest}. To start again, "
             f"remove it (rm -r {shlex.quote(output)}) or name another folder with --output_dir.",
             highlight=False,
             markup=False,

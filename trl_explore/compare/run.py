@@ -238,7 +238,7 @@ class Milestones(Curve):
 
     @property
     def due(self) -> bool:
-        """Whether the next evaluation is due."""
+        """Return whether the next evaluation is due."""
         return not self.points or self.share(asdict(self.costs.cost)) > self.share(self.points[-1])
 
     def finished(self, state: TrainerState) -> bool:

@@ -91,7 +91,7 @@ class Budget:
 @dataclass(frozen=True)
 class Comparison:
     """
-    Settings that decide what a comparison computes.
+    Settings that change the result of a comparison.
 
     Args:
         subject (`dict[str, Any]`):

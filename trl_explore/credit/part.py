@@ -125,9 +125,9 @@ class Credit:
             weighted = found if part.weight == 1 else part.weight * found
             total = weighted if total is None else _sum(total, weighted)
         assert total is not None
-        # If any process has advantages per token, widen them on all processes, so that the shapes agree.
+        # If any process has advantages per token, expand them on all processes, so that the shapes agree.
         if any(part.reads_batch for part in parts) and ranks.most(total.dim() == 2):
-            total = _wide(total, mask).clone()
+            total = _per_token(total, mask).clone()
         return total
 
     def _log_size(self, name: str, advantages: torch.Tensor, mask: torch.Tensor) -> None:
@@ -211,14 +211,22 @@ class Credit:
 
     # ------------------------------------------------------------------------------------------------- single tokens
 
-    def temper(self, output: RowDict) -> None:
-        """Set the advantage of the tokens that reduce the entropy most to 0 (Clip-Cov), or mark them for a penalty
-        (KL-Cov). `output` has the final advantages, `(B,)` or `(B, T)`. Every process calls this method."""
+    def apply_clip_cov_and_kl_cov(self, output: RowDict) -> None:
+        """
+        Apply the fields `clip_cov` and `kl_cov` to the tokens that reduce the entropy most. Every process calls this
+        method.
+
+        Clip-Cov sets the advantage of these tokens to 0. KL-Cov marks them for a penalty, which [`penalise`] adds.
+
+        Args:
+            output (`dict`):
+                The main rows of this process, with their final advantages, `(B,)` or `(B, T)`.
+        """
         args, ranks = self.policy.args, self.policy.ranks
         if not (args.clip_cov or args.kl_cov):
             return
         mask = loss_mask(output).bool()
-        advantages = _wide(output["advantages"], mask)
+        advantages = _per_token(output["advantages"], mask)
         own, logprobs = advantages[mask].double(), self._old_logprobs(output)[mask].double()
         sums = ranks.summed(
             {"tokens": len(own), "advantages": own.sum().item(), "logprobs": logprobs.sum().item()},
@@ -278,8 +286,8 @@ class Credit:
             return
         rows, scale = self._in_loss
         log_ratios = logprobs.detach() - rows["old_per_token_logps"]
-        wide, coef = _wide(rows["advantages"], rows["kl_cov"]), self.policy.args.kl_cov_coef * scale
-        rows["advantages"] = with_penalty(wide, log_ratios, rows["kl_cov"], coef=coef)
+        advantages, coef = _per_token(rows["advantages"], rows["kl_cov"]), self.policy.args.kl_cov_coef * scale
+        rows["advantages"] = with_penalty(advantages, log_ratios, rows["kl_cov"], coef=coef)
 
     # --------------------------------------------------------------------------------------------------------- state
 
@@ -316,7 +324,7 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return first + second
 
 
-def _wide(advantages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _per_token(advantages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return advantages, `(B,)` or `(B, T)`, in the shape `(B, T)` of `like`."""
     if advantages.dim() == 1:
         return advantages.unsqueeze(1).expand(like.shape)

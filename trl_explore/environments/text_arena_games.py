@@ -40,7 +40,7 @@ class GameRules:
         rules (`str`, *optional*):
             Text to show instead of the game's rules. `None` keeps the game's rules.
         wins_only (`bool`, *optional*, defaults to `False`):
-            Whether the reward is 1 for a win and 0 otherwise, instead of the game's own reward.
+            If `True`, the reward is 1 for a win and 0 otherwise, instead of the game's own reward.
     """
 
     max_turns: int

@@ -57,7 +57,7 @@ class PassAtKCallback(TrainerCallback):
         max_completion_length (`int`, *optional*):
             Maximum number of tokens per completion. `None` uses the trainer's.
         greedy (`bool`, *optional*, defaults to `True`):
-            Whether to decode one additional completion per prompt greedily.
+            If `True`, decode one additional completion per prompt greedily.
         answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answers.answer_key`]):
             Maps the text of a completion to its answer (hashable, or `None` if there is no answer), for the majority
             vote and coverage.
@@ -75,7 +75,7 @@ class PassAtKCallback(TrainerCallback):
         metric_prefix (`str`, *optional*, defaults to `"eval"`):
             Prefix of the logged names.
         at_begin (`bool`, *optional*, defaults to `True`):
-            Whether to evaluate before the first step. The callback always evaluates at the end of training, and never
+            If `True`, evaluate before the first step. The callback always evaluates at the end of training, and never
             evaluates a step twice.
 
     Raises:

@@ -104,7 +104,7 @@ def collect_completions(
     progress: bool = True,
 ) -> list[Record]:
     """
-    Sample the completions of every prompt, except those that the file at `path` already has.
+    Sample the completions of every prompt. Skip completions that the file at `path` already has.
 
     Args:
         sampler ([`~trl_explore.evaluation.samplers.PromptSampler`]):
@@ -120,7 +120,7 @@ def collect_completions(
         path (`Path`, *optional*):
             JSON lines with one record per prompt, written prompt by prompt. `None` writes no file.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
+            If `True`, show a progress bar.
 
     Returns:
         `list[Record]`: One record per prompt, `[P]`: `index`, `completions` (texts), `completion_ids`, `truncated` and

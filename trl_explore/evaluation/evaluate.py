@@ -133,7 +133,7 @@ def evaluate(
         batch_size (`int`, *optional*, defaults to `64`):
             Number of completions per `generate` call.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether to show progress bars.
+            If `True`, show progress bars.
 
     Returns:
         `dict`:

@@ -100,7 +100,7 @@ def filter_hard_prompts(
             continues the file. It does not notice if the code of a reward function changes. All processes must be able
             to read the file.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether the main process shows a progress bar.
+            If `True`, the main process shows a progress bar.
 
     Returns:
         [`~datasets.Dataset`]: The hard prompts in their original order, with the column `pass_rate` added or replaced.

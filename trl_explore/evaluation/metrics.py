@@ -51,7 +51,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
         answers (`Sequence` of `Hashable` or `None`):
             Answer of each sample, of shape `(N,)`; `None` for no answer.
         correct (`Sequence[bool]` or `Sequence[float]`):
-            Whether each sample is correct, of shape `(N,)`. If samples with the same answer differ (because of a
+            Correctness of each sample, of shape `(N,)`. If samples with the same answer differ (because of a
             format reward, say), the correctness of the answer is their mean.
         k (`int`):
             Number of votes. In `[1, N]`.

@@ -129,7 +129,7 @@ class PolicySamples:
             num_samples (`int`):
                 Number of completions per row.
             greedy (`bool`, *optional*, defaults to `False`):
-                Whether to decode greedily.
+                If `True`, decode greedily.
 
         Returns:
             `list[Graded]`: Rewards and answers of the samples of each row, `[P]`.

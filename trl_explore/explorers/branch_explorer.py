@@ -56,8 +56,8 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Result of one explorer in a generation batch: the rows that it added, and their cost. All of this process."""
+class SearchResult:
+    """Rows that one explorer added to the generation batch of this process, and their cost."""
 
     explorer: "BranchExplorer"
     branches: Branches
@@ -169,7 +169,7 @@ class BranchExplorer:
     def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
         """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""
 
-    def end_search(self, found: Sequence[Found]) -> None:
+    def end_search(self, results: Sequence[SearchResult]) -> None:
         """Update this explorer's state from the rows of all explorers that `assign` returned."""
 
     def end_run(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_explore.explorers.branch_checks import checked_branches
-from trl_explore.explorers.branch_explorer import BranchExplorer, Found, ScoredGroup
+from trl_explore.explorers.branch_explorer import BranchExplorer, ScoredGroup, SearchResult
 from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
@@ -34,11 +34,11 @@ class Branching:
 
     def __init__(self, policy: Policy, explorer: BranchExplorer, choice: PromptChoice | None, scorer: Scorer) -> None:
         self.policy, self.explorer, self.choice, self.scorer = policy, explorer, choice, scorer
-        self.found: list[Found] = []  # results of the current generation batch, one for each explorer
+        self.results: list[SearchResult] = []  # results of the current generation batch, one for each explorer
 
     def begin(self) -> None:
         """Forget the branches of the last generation batch."""
-        self.found = []
+        self.results = []
 
     def search(
         self,
@@ -71,10 +71,12 @@ class Branching:
         self.explorer.forks.begin_search(examples, row_tokens(output)[0], completion_ids, logprobs)
         main_lengths = [len(ids) for ids in completion_ids]
         for explorer, groups in self.explorer.assign(self._groups(output), output):
-            self.found.append(self._explored(explorer, groups, main_lengths))
-        self.explorer.end_search(self.found)
+            self.results.append(self._explored(explorer, groups, main_lengths))
+        self.explorer.end_search(self.results)
 
-    def _explored(self, explorer: BranchExplorer, groups: Sequence[ScoredGroup], main_lengths: list[int]) -> Found:
+    def _explored(
+        self, explorer: BranchExplorer, groups: Sequence[ScoredGroup], main_lengths: list[int]
+    ) -> SearchResult:
         """Let an explorer explore groups. Score its rows, and set their advantages."""
         num_before = explorer.forks.sample.tokens.own
         branches = checked_branches(
@@ -85,7 +87,7 @@ class Branching:
         if scored is not None and self.policy.ranks.most(branches.advantages is not None):
             self._credit_branches(scored.rows, branches.advantages or [])
         explorer.after_scoring(branches, scored)
-        return Found(explorer, branches, scored, num_prompts=len(groups), num_tokens=num_tokens)
+        return SearchResult(explorer, branches, scored, num_prompts=len(groups), num_tokens=num_tokens)
 
     def _groups(self, output: RowDict) -> list[ScoredGroup]:
         """Return this process's prompts to explore."""
@@ -133,11 +135,11 @@ class Branching:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        if not self.found:
+        if not self.results:
             return advantages
         changed: dict[int, float | list[float]] = {}
-        for one in self.found:
-            changed |= one.branches.main_advantages
+        for result in self.results:
+            changed |= result.branches.main_advantages
         if self._per_token(list(changed.values())) and advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
         else:
@@ -148,9 +150,9 @@ class Branching:
     def streams(self) -> Streams:
         """Return the streams of the branches with their weights. Empty if there are no branches."""
         streams: Streams = {}
-        for one in self.found:
-            if one.scored is not None:
-                streams[one.explorer.stream] = one.scored, self.explorer.weight_of(one.explorer)
+        for result in self.results:
+            if result.scored is not None:
+                streams[result.explorer.stream] = result.scored, self.explorer.weight_of(result.explorer)
         return streams
 
     def _per_token(self, advantages: Sequence[float | list[float]]) -> bool:

@@ -122,7 +122,7 @@ class Exploration:
             groups.append(PromptGroup(own_copy(examples[row]), [*prompt_ids[row]]))
         explored = self._explore(groups, plain)
         rows = list(range(len(prompt_ids)))
-        some_have_rewards = self._on_any_process(any(one.rewards is not None for one in explored))
+        some_have_rewards = self._on_any_process(any(of_prompt.rewards is not None for of_prompt in explored))
         if some_have_rewards:
             self._score_missing(rows, explored, prompt_ids, examples)
         self.batch = ExploredBatch(rows, explored)
@@ -196,7 +196,7 @@ class Exploration:
 
     def _masks_tokens(self, explored: list[Explored]) -> bool:
         """Return whether the explorer masks tokens on any process. If so, every process must return a loss mask."""
-        return self._on_any_process(any(one.loss_mask is not None for one in explored))
+        return self._on_any_process(any(of_prompt.loss_mask is not None for of_prompt in explored))
 
     def _on_any_process(self, here: bool) -> bool:
         """Return whether `here` is True on at least one process. Every process must call it."""
@@ -313,8 +313,8 @@ class Exploration:
             return columns
         for name in columns:
             values: list[Any] = []
-            for one in self.batch.explored:
-                values += one.columns[name]
+            for of_prompt in self.batch.explored:
+                values += of_prompt.columns[name]
             columns[name] = put_at(columns[name], self.batch.rows, values)
         return columns
 
@@ -322,9 +322,9 @@ class Exploration:
         """Store TRL's rewards in the explored completions that the explorer did not score. This occurs only if every
         prompt is explored, so that the main rows are the explored rows in the same order."""
         rewards = self._main_rewards()
-        for group, one in enumerate(self.batch.explored):
-            if one.rewards is None:
-                one.rewards = rewards[group * self.size : (group + 1) * self.size]
+        for group, of_prompt in enumerate(self.batch.explored):
+            if of_prompt.rewards is None:
+                of_prompt.rewards = rewards[group * self.size : (group + 1) * self.size]
 
     def _with_explorer_credit(self, rows: RowDict, places: list[int]) -> torch.Tensor:
         """Return the advantages of `rows`, with the explorer's at `places`, the indices of the explored rows."""
@@ -342,8 +342,8 @@ class Exploration:
     def _log_solved(self, explored: list[Explored]) -> None:
         """Log the share of explored prompts with at least one successful explored completion."""
         rewards: list[list[float]] = []
-        for one in explored:
-            rewards += one.rewards or []
+        for of_prompt in explored:
+            rewards += of_prompt.rewards or []
         deciding = self.scorer.success(self._rewards(rewards)).view(len(explored), self.size)
         solved = succeeded(deciding, threshold=self.args.success_bar).any(dim=1)
         total = self.policy.ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
@@ -375,17 +375,17 @@ def score_missing(
             The completions of these prompts, `[P]`.
     """
     examples, prompt_ids, completion_ids = [], [], []
-    for (example, prompt), one in zip(origins, explored, strict=True):
-        if one.rewards is None:
-            examples += [example] * len(one.completion_ids)
-            prompt_ids += [prompt] * len(one.completion_ids)
-            completion_ids += one.completion_ids
+    for (example, prompt), of_prompt in zip(origins, explored, strict=True):
+        if of_prompt.rewards is None:
+            examples += [example] * len(of_prompt.completion_ids)
+            prompt_ids += [prompt] * len(of_prompt.completion_ids)
+            completion_ids += of_prompt.completion_ids
     rewards, logged = scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
     start = 0
-    for one in explored:
-        if one.rewards is None:
-            end = start + len(one.completion_ids)
-            one.rewards, one.logged = rewards[start:end], logged[start:end]
+    for of_prompt in explored:
+        if of_prompt.rewards is None:
+            end = start + len(of_prompt.completion_ids)
+            of_prompt.rewards, of_prompt.logged = rewards[start:end], logged[start:end]
             start = end
 
 
@@ -418,18 +418,18 @@ def as_rollout(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
     loss_mask: list[list[int]] = []
     rewards: list[list[float]] = []
     extra: list[Mapping[str, Any]] = []
-    for one in explored:
-        completion_ids += one.completion_ids
-        logprobs += one.logprobs or no_logprobs(one.completion_ids)
-        loss_mask += one.loss_mask or train_all_mask(one.completion_ids)
-        rewards += one.rewards or []
-        extra += one.logged or [{} for _ in one.completion_ids]
+    for of_prompt in explored:
+        completion_ids += of_prompt.completion_ids
+        logprobs += of_prompt.logprobs or no_logprobs(of_prompt.completion_ids)
+        loss_mask += of_prompt.loss_mask or train_all_mask(of_prompt.completion_ids)
+        rewards += of_prompt.rewards or []
+        extra += of_prompt.logged or [{} for _ in of_prompt.completion_ids]
     rollout = Rollout(completion_ids)
-    if any(one.logprobs is not None for one in explored):
+    if any(of_prompt.logprobs is not None for of_prompt in explored):
         rollout.logprobs = logprobs
     if masks_tokens:
         rollout.loss_mask = loss_mask
-    if all(one.rewards is not None for one in explored):
+    if all(of_prompt.rewards is not None for of_prompt in explored):
         rollout.known_rewards, rollout.extra = rewards, extra
     return rollout
 

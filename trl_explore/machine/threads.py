@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Where one thread was measured to be faster (two cores under a load of 7, 32 rows of 48 tokens, the time with two
-# threads over that with one): a training step with 0.1, 1, 4 and 8 million parameters 11, 5, 2 and 3 times; sampling
-# 6, 20, 4 and 6 times, at worst 65. Larger models, whose operations are worth sharing out, keep torch's default.
+# Largest number of parameters for which one thread is used, because one was faster than two. Time with two threads
+# divided by the time with one, for 0.1, 1, 4 and 8 million parameters (two cores under a load of 7, 32 rows of 48
+# tokens): 11, 5, 2 and 3 for a training step; 6, 20, 4 and 6 for sampling, at worst 65. Larger models keep torch's
+# default, because their operations are large enough for several threads.
 TINY = 10_000_000
 
 

@@ -32,14 +32,14 @@ CURVE_FILE = "training_curve.png"
 TASK_MARK = "task "  # prefix for the data of a task; its space distinguishes it from names on the Hub
 LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
 
-# TRL's fields for logging, saving, evaluation and hardware, which do not change what is learned.
+# TRL's fields for logging, saving, evaluation and hardware, which do not change training.
 _NOT_LEARNING = re.compile(
     r"(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
     r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
     r"num_completions_to_print|vllm_server|vllm_group|restore_callback|ignore_data_skip|"
     r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
 )
-# Fields of any configuration that hold paths or secrets, or do not change what is learned.
+# Fields of any configuration that hold paths or secrets, or do not change training.
 _NOT_ON_CARD = re.compile(
     r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|push_dry_run|sampling_batch_size|"
     r"vllm_weight_sync)$"
@@ -67,13 +67,13 @@ class TrainingFacts:
         datasets (`Sequence[str]`, *optional*, defaults to `()`):
             Hub names, files, folders, or names from [`data_of_task`]. Empty if no name is known.
         local_data (`bool`, *optional*, defaults to `True`):
-            Whether data without a name are known to be local.
+            If `True`, data without a name are known to be local.
         rewards (`Sequence[tuple[str, float]]`, *optional*, defaults to `()`):
             Name and weight of each reward function.
         adapter (`str`, *optional*):
             Kind of adapter, such as `"LORA"`. `None` for a whole model.
         chat (`bool`, *optional*, defaults to `True`):
-            Whether the tokenizer has a chat template.
+            If `True`, the tokenizer has a chat template.
         paper (`Mapping[str, str]`):
             arXiv `id` and BibTeX `citation` of the method.
         tags (`Sequence[str]`, *optional*, defaults to `()`):
@@ -85,7 +85,7 @@ class TrainingFacts:
         curve (`str`, *optional*):
             File name of the training curves, in the same folder as the card.
         needs_plots (`bool`, *optional*, defaults to `False`):
-            Whether the picture is missing because matplotlib is not installed.
+            If `True`, the picture is missing because matplotlib is not installed.
     """
 
     method: str
@@ -270,7 +270,7 @@ def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list
         names (`Iterable[str]`):
             Hub names, files, folders, or names from [`data_of_task`].
         local (`bool`, *optional*, defaults to `True`):
-            Whether the data are known to be local if there are no names.
+            If `True`, data without names are known to be local.
 
     Returns:
         `tuple[list[str], str]`: The names on the Hub, and a description of all datasets in Markdown.

@@ -81,7 +81,7 @@ def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: boo
         architectures (`Sequence[str]`):
             Architectures in its `config.json`. Empty if unknown.
         adapter (`bool`):
-            Whether the model to push is an adapter.
+            If `True`, the model to push is an adapter.
         architecture (`str`):
             Class name of the model to push.
 
@@ -182,7 +182,7 @@ class PushPlan:
         revision (`str`, *optional*):
             Branch. `None` for the main branch.
         private (`bool`):
-            Whether a new repository would be private.
+            If `True`, a new repository would be private.
         folder (`Path`):
             Folder that holds the files.
         files (`dict[str, int]`):
@@ -225,7 +225,7 @@ def plan_push(repo_id: str, folder: Path, *, revision: str | None, private: bool
         revision (`str`, *optional*):
             Branch. `None` for the main branch.
         private (`bool`):
-            Whether a new repository would be private.
+            If `True`, a new repository would be private.
 
     Returns:
         `PushPlan`: The plan.
@@ -259,7 +259,7 @@ def upload_command(repo_id: str, folder: str | os.PathLike, *, revision: str | N
         revision (`str`, *optional*):
             Branch. `None` for the main branch.
         private (`bool`):
-            Whether to create a private repository if there is none.
+            If `True`, a new repository is private.
 
     Returns:
         `str`: The command.

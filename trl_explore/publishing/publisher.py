@@ -76,7 +76,7 @@ class Publisher:
             token (`str`, *optional*):
                 Token. `None` uses the one in the configuration or of the login.
             private (`bool`, *optional*):
-                Whether a new repository is private. `None` uses the configuration.
+                If `True`, a new repository is private. `None` uses the configuration.
 
         Raises:
             `HubError`: If there is no token, or the Hub refuses.
@@ -211,13 +211,13 @@ class Publisher:
             commit_message (`str`, *optional*):
                 Message of the commit.
             blocking (`bool`):
-                Whether to wait for the upload.
+                If `True`, wait for the upload.
             token (`str`, *optional*):
                 Token. `None` uses the one in the configuration or of the login.
             revision (`str`, *optional*):
                 Branch. `None` uses the configuration.
             private (`bool`, *optional*):
-                Whether a new repository is private. `None` uses the configuration.
+                If `True`, a new repository is private. `None` uses the configuration.
             **kwargs:
                 Arguments of the trainer's `create_model_card`.
 
@@ -258,7 +258,7 @@ class Publisher:
             revision (`str`, *optional*):
                 Branch. `None` uses the configuration.
             private (`bool`, *optional*):
-                Whether a new repository would be private. `None` uses the configuration.
+                If `True`, a new repository would be private. `None` uses the configuration.
             **kwargs:
                 Arguments of the trainer's `create_model_card`.
 

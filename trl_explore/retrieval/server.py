@@ -92,7 +92,7 @@ def build_app(
         max_body_bytes (`int`, *optional*, defaults to `8388608`):
             Maximum number of bytes of a request.
         allowed_hosts (`Sequence[str]`, *optional*):
-            Host names that requests may address. By default those of this machine.
+            Host names that requests may address. By default the names of this machine.
 
     Returns:
         `FastAPI`: The server. It answers requests outside these limits with a status 4xx.

@@ -24,7 +24,7 @@ def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Calla
         name (`str`):
             Name for messages, and `__name__` of the result.
         tell (`bool`, *optional*, defaults to `False`):
-            Whether an exception of the function becomes a [`RewardError`] too. Otherwise the exception gets a note.
+            If `True`, an exception of the function becomes a [`RewardError`] too. Otherwise the exception gets a note.
 
     Returns:
         `Callable`: The wrapped function, which raises a [`RewardError`] if it cannot be called with the columns, or

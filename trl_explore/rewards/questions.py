@@ -294,12 +294,12 @@ def make_search_reward(
         format_penalty (`float`, *optional*, defaults to `-0.5`):
             Reward of a trajectory that breaks the format. The default is the paper's.
         require_search (`bool`, *optional*, defaults to `True`):
-            Whether an answer without a search breaks the format.
+            If `True`, an answer without a search breaks the format.
         require_thinking (`bool`, *optional*, defaults to `False`):
-            Whether a turn without a thought breaks the format, as in the paper.
+            If `True`, a turn without a thought breaks the format, as in the paper.
         trust_information (`bool`, *optional*, defaults to `False`):
-            Whether the environment wrote all `<information>` in a text, for example in a `rollout_func`. If `False`,
-            the function assumes that the model wrote it, which breaks the format.
+            If `True`, assume that the environment wrote all `<information>`, for example in a `rollout_func`. If
+            `False`, assume that the model wrote it, which breaks the format.
 
     Returns:
         `Callable`: A reward function `search_reward(completions, answer, **kwargs)` with the arguments of

@@ -67,7 +67,7 @@ class ThresholdWatch:
         success_reward (`str`, *optional*):
             Reward function that decides success. `None` means the sum of all rewards.
         warns (`bool`):
-            Whether this process warns.
+            If `True`, this process warns.
     """
 
     def __init__(self, *, threshold: float, success_reward: str | None, warns: bool) -> None:

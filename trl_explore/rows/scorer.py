@@ -31,8 +31,8 @@ class ScoredRows:
     logged: Logs = field(default_factory=dict)
 
 
-# Further rows to train, by name, with their weight: the factor of the mean loss of these rows. With the weight None,
-# the loss is one mean over these rows and the main rows.
+# The streams of a generation batch, by name: the rows of each stream and its weight, which is the factor of its mean
+# loss. With the weight None, the loss is one mean over the stream and the main rows.
 Streams = dict[str, tuple[ScoredRows, float | None]]
 
 

@@ -1,7 +1,12 @@
 """Streams: training rows in addition to the main rows, with their own micro-batches and normalizers.
 
-The loss of a stream is the mean over the rows or tokens of this stream, depending on the loss type. So the number of
-rows that a method adds does not change the weight of the main rows. TRL's loss divides by the rows or tokens of one
+The *main rows* of a generation batch are GRPO's: `num_generations` completions of each prompt. A *stream* is a second
+set of rows of the same generation batch that a method adds and trains with TRL's loss, for example the branches of
+DEEP-GRPO (the stream `aux`). It has a name, which begins the names of its metrics (`aux/reward`), and a weight.
+
+The loss of a stream is the mean over the rows or tokens of this stream, depending on the loss type, multiplied by its
+weight. It is added to the loss of the main rows. So the number of rows that a method adds does not change the weight
+of the main rows. TRL's loss divides by the rows or tokens of one
 micro-batch. [`stream_scale`] turns that into the mean over the stream's rows of the whole generation batch.
 """
 

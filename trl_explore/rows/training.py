@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import DistributedType
@@ -21,9 +21,17 @@ from trl_explore.rows.streams import (
 )
 
 
+class PreparedStream(NamedTuple):
+    """A stream of the current generation batch, distributed over the micro-batches of the main rows."""
+
+    weight: float  # factor of the stream's loss
+    totals: StreamTotals  # rows and tokens that the mean of the loss includes
+    micro_batches: list[list[RowDict]]  # for each micro-batch of the main rows, the stream's rows in one or more parts
+
+
 class StreamTraining:
     """
-    Trains streams of rows.
+    Trains streams (see [`~trl_explore.rows.streams`]), and removes rows from the loss of the main rows.
 
     Args:
         policy ([`Policy`]):
@@ -32,8 +40,9 @@ class StreamTraining:
             If True, rows of one prompt go to the same micro-batch.
         window (`int`, *optional*):
             Number of consecutive micro-batches that may exchange rows with `together`; None for all.
-        longest (`int`, *optional*):
-            Do not remove padding from rows that are wider than this, because their positions depend on the width (see
+        trim_up_to (`int`, *optional*):
+            Largest width (prompt and completion, in tokens) of rows whose padding may be removed. None: any width. In
+            wider rows, rotary factors depend on the width (see
             [`~trl_explore.sampling.positions.fixed_rotary_length`]).
     """
 
@@ -43,16 +52,15 @@ class StreamTraining:
         *,
         together: bool,
         window: int | None = None,
-        longest: int | None = None,
+        trim_up_to: int | None = None,
     ) -> None:
         self.policy, self.together = policy, together
-        self.window, self.longest = window, longest
-        # Weight, totals, and parts of each micro-batch, by stream.
-        self.steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
+        self.window, self.trim_up_to = window, trim_up_to
+        self.prepared: dict[str, PreparedStream] = {}  # streams of the current generation batch, by name
         self.main_totals: StreamTotals | None = None  # None: TRL averages over the main rows
 
-    def drop(self, output: RowDict, keep: torch.Tensor) -> RowDict:
-        """Return the main rows with all rows except `keep`, `(B,)`, removed from the loss and from its mean."""
+    def train_only(self, output: RowDict, keep: torch.Tensor) -> RowDict:
+        """Return the main rows. Only the rows that are True in `keep`, `(B,)`, are in the loss and in its mean."""
         self.main_totals = self._totals(output, keep)
         if LOSS_NORMALISERS[self.policy.args.loss_type] == "tokens":
             output["num_tokens"] = loss_mask(output).sum(dim=1)
@@ -67,12 +75,12 @@ class StreamTraining:
         """
         joined = [scored for scored, weight in streams.values() if weight is None]
         pooled = self._pool(output, joined) if joined else None
-        self.steps = {}
+        self.prepared = {}
         for name, (scored, weight) in streams.items():
             if weight is None:
-                self.steps[name] = (1.0, *self._dealt(name, scored, pooled))
+                self.prepared[name] = PreparedStream(1.0, *self._dealt(name, scored, pooled))
             elif weight > 0:
-                self.steps[name] = (weight, *self._dealt(name, scored, None))
+                self.prepared[name] = PreparedStream(weight, *self._dealt(name, scored, None))
 
     def backward(self, model: Any, step: int, *, num_accumulated: int) -> torch.Tensor | None:
         """
@@ -83,9 +91,9 @@ class StreamTraining:
         main rows comes afterwards and synchronizes the gradients.
         """
         policy, total = self.policy, None
-        for name, (weight, totals, steps) in self.steps.items():
+        for name, (weight, totals, micro_batches) in self.prepared.items():
             stream_loss = torch.zeros((), device=policy.accelerator.device)
-            for rows in steps[step]:
+            for rows in micro_batches[step]:
                 scale = stream_scale(policy.args.loss_type, rows, totals, num_slots=self._num_slots)
                 with policy.running(Pass(name)), self._deferred_sync(model):
                     loss = policy.loss(model, rows) * scale
@@ -104,16 +112,16 @@ class StreamTraining:
 
     def state(self) -> dict[str, Any]:
         """Return the streams of the current generation batch, for a checkpoint."""
-        streams = []
-        for name, (weight, totals, steps) in self.steps.items():
-            streams.append([name, weight, vars(totals), steps])
-        return {"streams": streams, "main_totals": vars(self.main_totals) if self.main_totals else None}
+        saved = []
+        for name, (weight, totals, micro_batches) in self.prepared.items():
+            saved.append([name, weight, vars(totals), micro_batches])
+        return {"streams": saved, "main_totals": vars(self.main_totals) if self.main_totals else None}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.steps = {}
-        for name, weight, totals, steps in state["streams"]:
-            self.steps[name] = (weight, StreamTotals(**totals), steps)
+        self.prepared = {}
+        for name, weight, totals, micro_batches in state["streams"]:
+            self.prepared[name] = PreparedStream(weight, StreamTotals(**totals), micro_batches)
         self.main_totals = StreamTotals(**state["main_totals"]) if state["main_totals"] else None
 
     def _dealt(
@@ -139,7 +147,7 @@ class StreamTraining:
             max_rows=args.per_device_train_batch_size,
             together=self.together,
             window=self.window,
-            trim=self.longest is None or width <= self.longest,
+            trim=self.trim_up_to is None or width <= self.trim_up_to,
         )
         return totals, steps
 

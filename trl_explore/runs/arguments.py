@@ -53,7 +53,7 @@ class TrainArguments(ScriptArguments):
         warm_start_steps (`int`, *optional*):
             Supervised steps on the task's demonstrations before the run.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Whether to start a new run in an `output_dir` that holds an earlier run. The earlier checkpoints are moved
+            If `True`, start a new run in an `output_dir` that holds an earlier run. The earlier checkpoints are moved
             to `_earlier-1`.
     """
 
@@ -93,8 +93,8 @@ class TrainArguments(ScriptArguments):
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Start anew in an output_dir that holds an earlier run: its checkpoints are moved to `_earlier-1` "
-            "in it, and its model is overwritten."
+            "help": "Start a new run in an output_dir that holds an earlier run: its checkpoints are moved to "
+            "`_earlier-1` in it, and its model is overwritten."
         },
     )
 
@@ -182,7 +182,7 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
         if "bf16/gpu" in str(error):
             _check_paths(config, flags)  # report a wrong path now, not only after the user has added the flags
             raise UsageError(
-                "there is no GPU here that knows bfloat16, in which models are trained by default: add --use_cpu "
+                "there is no GPU here that supports bfloat16, in which models are trained by default: add --use_cpu "
                 "--bf16 false to train on the CPU, or --bf16 false on an older GPU"
             ) from error
         raise UsageError(str(error)) from error

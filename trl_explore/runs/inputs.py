@@ -84,7 +84,7 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
         revision (`str`, *optional*):
             Revision on the Hub.
         trust_remote_code (`bool`):
-            Whether to allow models with code of their own.
+            If `True`, allow models with code of their own.
 
     Raises:
         UsageError: If `name` is None or the model cannot be found.
@@ -119,7 +119,7 @@ def load_train_and_eval(
         mixture ([`~trl.DatasetMixtureConfig`]):
             A mixture of data sets, which may replace the data set of `script_args`.
         needs_eval (`bool`):
-            Whether to load the test split.
+            If `True`, load the test split.
 
     Returns:
         `tuple[Dataset, Dataset | None]`: Training split, and test split or None.
@@ -209,7 +209,7 @@ def load_splits(
         config (`str`, *optional*):
             Configuration of a data set of the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
-            Whether to read rows only when they are used.
+            If `True`, read rows only when they are used.
         field (`str`, *optional*, defaults to `"dataset_name"`):
             Flag that names the data set, for error messages.
 
@@ -399,10 +399,10 @@ def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     if str(resume).lower() == "true":
         last, skipped = last_complete_checkpoint(output_dir)
         if skipped:
-            print(f"trl-explore: passing over {', '.join(skipped)}: not written to the end", file=sys.stderr)
+            print(f"trl-explore: skipping {', '.join(skipped)}: not written to the end", file=sys.stderr)
         if last is None:
             raise UsageError(
-                f"resume_from_checkpoint=true: no checkpoint in {output_dir!r}; leave it out to start anew"
+                f"resume_from_checkpoint=true: no checkpoint in {output_dir!r}; leave it out to start a new run"
             )
         return last
     path = Path(str(resume)).expanduser()

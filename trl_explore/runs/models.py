@@ -36,7 +36,7 @@ def find_model(
         revision (`str`, *optional*):
             Revision of the base model on the Hub.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to allow models with code of their own.
+            If `True`, allow models with code of their own.
 
     Raises:
         UsageError: If the model or the adapter cannot be found.

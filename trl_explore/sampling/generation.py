@@ -110,9 +110,9 @@ def recorded(
         temperature (`float`):
             Temperature of the distribution whose entropy is recorded. Must be positive.
         entropies (`bool`, *optional*, defaults to `True`):
-            Whether to record entropies.
+            If `True`, record entropies.
         share_prefill (`bool`, *optional*, defaults to `True`):
-            Whether to encode equal prompts once.
+            If `True`, encode equal prompts once.
 
     Yields:
         [`GenerationRecord`]: The record. It is complete as soon as `generate` has returned.

@@ -132,12 +132,12 @@ class Sampler:
                 completion (`min_new_tokens`, ...) then also count these tokens. None if all completions start after
                 the prefix. vLLM and continuous batching always count from the end of the prefix.
             main_stream (`bool`, *optional*, defaults to `False`):
-                Whether the samples become main rows. If so, they use the global random state, as GRPO does.
+                If `True`, the samples become main rows. Then they use the global random state, as GRPO does.
             entropies (`bool`, *optional*, defaults to `False`):
-                Whether to return the entropy of the distribution that each token was sampled from. vLLM does not
+                If `True`, return the entropy of the distribution that each token was sampled from. vLLM does not
                 report entropies; the mean of its negative log-probabilities estimates their mean.
             collective (`bool`, *optional*, defaults to `True`):
-                Whether all processes make this call. In a tool loop they do not: each has its own number of turns.
+                If `True`, all processes make this call. In a tool loop they do not: each has its own number of turns.
 
         Returns:
             `list[list[Continuation]]`: Continuations `[R][num_samples_i]`.

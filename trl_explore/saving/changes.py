@@ -139,7 +139,7 @@ def check_changes(
         )
     if not changed:
         return None
-    return f"{_described(changed, changed)} since {checkpoint} was written; the new values hold from here on."
+    return f"{_described(changed, changed)} since {checkpoint} was written; the new values are used from now on."
 
 
 def _described(changed: Mapping[str, tuple[Any, Any]], names: Collection[str]) -> str:

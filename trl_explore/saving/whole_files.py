@@ -60,7 +60,7 @@ class MethodFile:
         path (`Path`, *optional*):
             The file. None if the method writes no file.
         writes (`bool`, *optional*, defaults to `True`):
-            Whether this process writes to the file.
+            If `True`, this process writes to the file.
     """
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
@@ -80,7 +80,7 @@ class MethodFile:
             append_lines(self.path, records)
 
     def may_resume(self, size: int) -> bool:
-        """Return whether `size`, the size in a checkpoint, is positive and the file has at least as many bytes."""
+        """Return whether `size`, the size in a checkpoint, is positive and at most the size of the file."""
         return 0 < size <= self.size
 
     def cut_back(self, size: int) -> None:

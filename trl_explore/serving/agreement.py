@@ -124,7 +124,7 @@ def check_server(
         if transfer is not None:
             found = repr(transfer["backend"])
         raise ValueError(
-            f"weights are to travel by {backend!r}, but the weight-transfer engine of the vLLM server at {url} is "
+            f"the trainer sends weights by {backend!r}, but the weight-transfer engine of the vLLM server at {url} is "
             f"{found}. Restart it with `{command}`, or set `vllm_weight_sync` to the engine of the server."
         )
 

@@ -93,7 +93,7 @@ class ServerClient(VLLMClient):
         response = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"})
         if response.status_code != 200:
             raise RuntimeError(
-                f"the vLLM server at {self.base_url} does not tell how it was started ({response.status_code}): its "
+                f"the vLLM server at {self.base_url} does not report how it was started ({response.status_code}): its "
                 f"development endpoints, which take the weights, are off. Restart it with `{self.command}`."
             )
         return response.json()["vllm_config"]

@@ -77,15 +77,15 @@ class Lists(Mode):
         self._note_origins(listed, completions, thought_ends)
         explored = []
         for g, rows in enumerate(completions):
-            one = Explored([], columns=self.columns_of(g))
+            of_prompt = Explored([], columns=self.columns_of(g))
             if self.policy.serving is not None:
-                one.logprobs = []
+                of_prompt.logprobs = []
             for i in range(size):
                 place = i % len(rows)
-                one.completion_ids.append(list(rows[place]))
-                if one.logprobs is not None:
-                    one.logprobs.append(list(logprobs[g][place]))
-            explored.append(one)
+                of_prompt.completion_ids.append(list(rows[place]))
+                if of_prompt.logprobs is not None:
+                    of_prompt.logprobs.append(list(logprobs[g][place]))
+            explored.append(of_prompt)
         return explored
 
     def _note_origins(

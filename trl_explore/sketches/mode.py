@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -> float:
     """
-    Return the largest number of tokens of a prompt with its completion: `context_length`, or the model's, and at most
-    what a vLLM server takes.
+    Return the largest number of tokens of a prompt with its completion: `context_length`, or else the model's limit. A
+    vLLM server can lower it.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -88,9 +88,9 @@ class Mode(Explorer):
     def credit(self, explored: Sequence[Explored], rows: RowDict) -> torch.Tensor:
         completion_ids: list[list[int]] = []
         rewards: list[list[float]] = []
-        for one in explored:
-            completion_ids += one.completion_ids
-            rewards += one.rewards or []
+        for of_prompt in explored:
+            completion_ids += of_prompt.completion_ids
+            rewards += of_prompt.rewards or []
         found = torch.tensor(rewards, dtype=torch.float32, device=self.policy.ranks.device)
         self.log_groups(self._examples, completion_ids, found.view(len(rewards), len(self.scorer.names)))
         return self.weighted(rows, completion_ids)

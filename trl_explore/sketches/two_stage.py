@@ -74,8 +74,8 @@ class TwoStage(Mode):
                 if solve_ids[row] != prompt_ids[row]:
                     rollout.logprobs[row] = [None] * len(ids)
         explored = split_rollout(rollout, self.size)
-        for number, one in enumerate(explored):
-            one.columns = self.columns_of(number)
+        for number, of_prompt in enumerate(explored):
+            of_prompt.columns = self.columns_of(number)
         return explored
 
     def _encode_solving(

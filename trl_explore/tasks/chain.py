@@ -49,8 +49,8 @@ class ChainTask(HeldOutTask):
         habit_probabilities (`tuple[float, ...]`):
             Probabilities of the right result. The facts with habits take them one after the other.
         strict (`bool`):
-            Whether the whole answer must be right. If False, only the digit after `#` counts, so that one random digit
-            in ten is right.
+            If `True`, the whole answer must be right. If `False`, only the digit after `#` counts, so that one random
+            digit in ten is right.
         warm_start_steps (`int`):
             Supervised steps until a tiny model has converged.
         table_seed (`int`, *optional*, defaults to `1234`):

@@ -308,7 +308,7 @@ class EnglishWorld:
             seed (`int`):
                 Seed of the questions.
             held_out (`bool`, *optional*, defaults to `False`):
-                Whether to return held-out questions instead of training questions.
+                If `True`, return held-out questions instead of training questions.
             hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
                 Numbers of look-ups, which are equally likely.
 

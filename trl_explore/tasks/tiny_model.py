@@ -57,7 +57,7 @@ def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
 
     Args:
         tools (`bool`, *optional*, defaults to `False`):
-            Whether conversations may contain tool calls, which are rendered as `!name:parameter=value`.
+            If `True`, conversations may contain tool calls, which are rendered as `!name:parameter=value`.
     """
     # A byte-level BPE without merges is a character tokenizer. Its class must be `Qwen2Tokenizer`, because
     # `AutoTokenizer` loads this class from a folder with a Qwen2 model, whichever class was saved.

@@ -55,7 +55,7 @@ def warm_start(
         cache_dir (`str` or `os.PathLike`, *optional*):
             Folder of the cache. Defaults to `$TRL_EXPLORE_CACHE` if it is set, otherwise to `~/.cache/trl-explore`.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar with the loss.
+            If `True`, show a progress bar with the loss.
         hidden_size (`int`, *optional*, defaults to `64`):
             Width of the model, a multiple of 16.
         num_layers (`int`, *optional*, defaults to `2`):
@@ -159,8 +159,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> 
     unknown = characters - set(CHARACTERS)
     if unknown:
         raise ValueError(f"`pairs` contain {sorted(unknown)}, which the tokenizer lacks; it knows {CHARACTERS!r}.")
-    # These texts equal those of the chat template. Rendering the template for every demonstration would take longer
-    # than the model's forward pass.
+    # The chat template would render the same texts. But rendering it for every demonstration would take longer than
+    # the model's forward pass.
     texts = [f"{USER}{prompt}{ASSISTANT}{completion}{EOS}" for prompt, completion in pairs]
     encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)

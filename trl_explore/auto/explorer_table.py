@@ -30,8 +30,8 @@ Make = Callable[..., BranchExplorer]
 
 
 @dataclass(frozen=True)
-class Way:
-    """An entry of the table of explorers."""
+class ExplorerEntry:
+    """Entry of [`EXPLORER_TABLE`]: how to make an explorer, and which tasks and options it allows."""
 
     config: str  # configuration class with the explorer's options, as `module:class` in `trl_explore.trainers`
     make: Make
@@ -68,24 +68,25 @@ def _sketches(policy: Policy, forks: Forks, scorer: Scorer, *, args: "SESAConfig
     return AddedExplorer(policy, forks, scorer, explorer=explorer)
 
 
-WAYS: dict[str, Way] = {
-    "tree": Way(
+# The explorers that `explorers` may name, by name.
+EXPLORER_TABLE: dict[str, ExplorerEntry] = {
+    "tree": ExplorerEntry(
         "tree_grpo_config:TreeGRPOConfig",
         _tree,
         defaults={"expansion_width": 4, "depth_weight": 4.0},
         refused_options=("replay_buffer", "replay_file", "dump_trees"),
     ),
-    "pivots": Way(
+    "pivots": ExplorerEntry(
         "deep_grpo_config:DeepGRPOConfig",
         PivotExplorer,
         agents=True,
         refused_options=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
     ),
-    "sketches": Way("sesa_config:SESAConfig", _sketches, refused_options=("mode",)),
-    "resample": Way("config:ExplorationConfig", ResampleBranches, agents=True, has_own_advantages=False),
-    "hints": Way("explorer_configs:HintConfig", HintExplorer, has_own_advantages=False),
-    "replay": Way("explorer_configs:ReplayConfig", ReplayExplorer, has_own_advantages=False),
-    "tail_branches": Way(
+    "sketches": ExplorerEntry("sesa_config:SESAConfig", _sketches, refused_options=("mode",)),
+    "resample": ExplorerEntry("config:ExplorationConfig", ResampleBranches, agents=True, has_own_advantages=False),
+    "hints": ExplorerEntry("explorer_configs:HintConfig", HintExplorer, has_own_advantages=False),
+    "replay": ExplorerEntry("explorer_configs:ReplayConfig", ReplayExplorer, has_own_advantages=False),
+    "tail_branches": ExplorerEntry(
         "branpo_config:BranPOConfig",
         TailBranchExplorer,
         single_turn=False,
@@ -99,7 +100,7 @@ WAYS: dict[str, Way] = {
             "eval_interaction_limit",
         ),
     ),
-    "turn_trees": Way(
+    "turn_trees": ExplorerEntry(
         "agent_tree_grpo_config:AgentTreeGRPOConfig",
         TurnTreeExplorer,
         single_turn=False,
