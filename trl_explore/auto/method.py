@@ -8,7 +8,7 @@ from trl_explore.sketches.method import sketch_options
 from trl_explore.trees.method import tree_options
 
 SHARED_OPTIONS = ("sampling_batch_size",)  # options of an explorer that are fields of every trainer
-# Explorers of `explore="auto"`. They are defined in `trl_explore.auto.ways`, which loads torch.
+# Explorers of `explore="auto"`. They are defined in `trl_explore.auto.explorer_table`, which loads torch.
 EXPLORERS = ("tree", "pivots", "sketches", "resample", "hints", "replay", "tail_branches", "turn_trees")
 
 # Metrics of `explore="auto"`, `"hints"` and `"replay"`. Several names end with the name of an explorer.

@@ -37,7 +37,7 @@ def carry_out(
             Number of worker processes, which train a run each at the same time. By default all runs are trained in
             this process, one after the other.
         check_arms (`bool`, *optional*, defaults to `False`):
-            Whether to construct every arm's trainer before the first run starts.
+            If `True`, construct every arm's trainer before the first run starts.
 
     Returns:
         `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, or 1 if a worker process failed.
