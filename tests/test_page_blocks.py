@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import random
 import re
 import shlex
 import shutil
@@ -27,7 +28,7 @@ from test_docs import blocks
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 from trl import GRPOTrainer
-from world import CHAT_TEMPLATE, make_model
+from world import CHAT_TEMPLATE, make_model, says
 
 from trl_explore.cli import main
 from trl_explore.rewards import accuracy_reward
@@ -186,6 +187,21 @@ def search_agent(text, folder):
         server.server_close()
 
 
+def walking_agent(text, folder):
+    """Replace the tiny model, which calls no tools, by random walks."""
+
+    def walk(trainer, prompt_ids, *others, **options):
+        texts = [random.choice(["!step:direction=right", "!step:direction=right", "done"]) for _ in prompt_ids]
+        return [trainer._tokenizer(text + "<eos>")["input_ids"] for text in texts], None
+
+    with pytest.MonkeyPatch.context() as patch:
+        says(walk, patch.setattr)
+        scope, _ = run_script(text)
+    trainer = scope["trainer"]
+    assert any(entry.get("reward", 0) > 0 for entry in trainer.state.log_history)
+    assert len(losses(trainer)) == 2 and moved(trainer.model, "agent")
+
+
 def table_of_branches(text, folder):
     train("--log_completions", "true", "--segment_length", "2", "--segmentation", "fixed")
     _, told = run_script(text)
@@ -255,6 +271,7 @@ def rows_of(folder):
 # Blocks that are a part of a run; all others must make a trainer and train it.
 PARTS = {
     "BranPOTrainer(": search_agent,
+    "class Walk": walking_agent,
     "pandas.read_parquet(": table_of_branches,
     'TreeGRPOConfig(output_dir="out", shared_prefix_training="on")': shared_prefixes,
     "class GuidedConfig": guided_branches,
