@@ -148,13 +148,14 @@ def module_of(file):
 
 
 def import_graph():
-    """What each module of the package imports of the package, also inside functions."""
+    """Return the modules of the package that each module imports, also inside functions. Imports for type checkers alone
+    do not count."""
     modules = {module_of(file) for file in FILES}
     graph = {module: set() for module in modules}
     for file, tree in FILES.items():
         module = module_of(file)
         package = module if file.endswith("__init__.py") else module.rpartition(".")[0]
-        for node in ast.walk(tree):
+        for node in runtime_nodes(tree):
             if isinstance(node, ast.Import):
                 found = [name.name for name in node.names]
             elif isinstance(node, ast.ImportFrom):
