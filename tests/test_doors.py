@@ -148,8 +148,8 @@ def module_of(file):
 
 
 def import_graph():
-    """Return the modules of the package that each module imports, also inside functions. Imports for type checkers alone
-    do not count."""
+    """Return the modules of the package that each module imports, also inside functions. Imports that only type
+    checkers see do not count."""
     modules = {module_of(file) for file in FILES}
     graph = {module: set() for module in modules}
     for file, tree in FILES.items():
