@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-# By test: the default suite runs one of so many cases, beginning with the first.
+# With the value n, the default suite runs the cases 1, n + 1, 2 n + 1 and so on of the test.
 ONE_OF = {
     "test_tree_grpo.py::test_depth_one_is_grpo_on_signed_rewards_bit_for_bit": 4,
     "test_tree_grpo.py::test_it_learns_with": 4,

@@ -42,10 +42,10 @@ def test_the_table_compares_at_tokens_and_seconds_that_all_runs_reached(quarter,
     lines["GRPO", 1].insert(0, point("GRPO", 1, 0, 0, 0.1))  # before training, once for all runs
     folder = tmp_path / "runs" / "countdown"
     folder.mkdir(parents=True)
-    for (arm, seed), points in lines.items():
+    for number, ((arm, seed), points) in enumerate(lines.items()):
         step = {**points[-1], "kind": "step", "reward": 0.5}
         text = "".join(json.dumps(line) + "\n" for line in [*points, step])
-        (folder / f"{arm}-{seed}.jsonl").write_text(text)
+        (folder / f"{number:02d}-{arm}-{seed}.jsonl").write_text(text)
     quarter.gather(tmp_path)
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == 7
     arms = quarter.read_points(tmp_path / "points.csv")["countdown"]

@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 PICTURE = RESULTS / "lead.png"
 # A reader of the README knows none of our names for the problems.
 WORDS = {
-    "deep_ends": "eight choices in a row,\nany of them can fail",
-    "dead_ends": "five choices in a row,\nany of them can fail",
+    "deep_ends": "eight choices in a row,\na wrong one ends the answer",
+    "dead_ends": "five choices in a row,\na wrong one ends the answer",
     "late_code": "an easy answer with one\nrare choice near its end",
     "many_solutions": "Countdown: many solutions,\ngroups have contrast",
 }
@@ -38,7 +38,7 @@ def draw() -> None:
     """Write the picture."""
     figure, axis = plt.subplots(figsize=(8, 3.4))
     styles = {
-        "rival": dict(color="#999999", marker="o", label="GRPO with the best other advantage, penalty or clip"),
+        "rival": dict(color="#999999", marker="o", label="best variant of GRPO without exploration"),
         "auto": dict(color="#0072B2", marker="D", label="AutoExploreTrainer"),
     }
     found = leads()

@@ -2,11 +2,12 @@
 
     python examples/real/gpu_quarter_hour.py                                   # a CUDA device
     python examples/real/gpu_quarter_hour.py --device cpu --steps 2 --processes 2   # a check that everything runs
-    python examples/real/gpu_quarter_hour.py --report                          # table and picture of the kept results
+    python examples/real/gpu_quarter_hour.py --report --output_dir out/gpu     # table and picture of an earlier call
 
 A model of 135 million parameters does not fill a GPU: most of a step, the GPU waits for the next kernel. So many runs
-share the GPU, each in a process of its own. The YAML file lists waves of runs. All runs of a wave begin together and
-stop together after `seconds`. They do not end at the same step, so the table compares them at equal tokens.
+share the GPU, each in a process of its own. The YAML file lists waves of runs. Up to `--processes` runs of a wave train
+side by side. They stop `--seconds` after the beginning of the wave, and then evaluate their models. They do not end at
+the same step, so the table compares them at equal tokens and at equal seconds.
 
 The script first converts the model and teaches it each task. During training, every run writes its evaluations and
 steps to a file of its own. At the end they are joined in `points.csv` and `steps.csv` of the output folder. With
@@ -28,9 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-RESULTS = HERE / "gpu_results"
+ROOT = Path(__file__).resolve().parent.parent.parent
 RUN = ("comparison", "arm", "seed")
 COSTS = ("step", "tokens", "trained_tokens", "seconds")
 STEP_METRICS = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
@@ -108,7 +107,7 @@ def run_job(
                 if not of_step(logs):
                     return
                 write("step", {name: logs.get(name) for name in STEP_METRICS})
-                if time.time() >= stop_at:
+                if time.time() >= stop_at and document["budget"].keys() != {"steps"}:
                     control.should_training_stop = True
                 elif costs.cost.tokens - self.evaluated_at >= tokens_between:
                     self.evaluate()
@@ -201,7 +200,7 @@ def train_wave(
         for arm in document["arms"]:
             for seed in document["seeds"]:
                 first = arm is document["arms"][0] and seed == document["seeds"][0]
-                path = folder / f"{arm['name'].replace(' ', '-')}-{seed}.jsonl"
+                path = folder / f"{len(waiting):02d}-{arm['name'].replace(' ', '-')}-{seed}.jsonl"
                 given = dict(start=starts[name], stop_at=stop_at, first=first, path=path)
                 process = context.Process(target=run_job, args=(document, arm["name"], seed), kwargs=given)
                 waiting.append((f"{name}, {arm['name']}, seed {seed}", process))
@@ -223,10 +222,10 @@ def train_wave(
 
 
 def gather(output_dir: Path) -> None:
-    """Join the files of all runs in `points.csv` and `steps.csv`."""
+    """Join the files of all runs in `points.csv` and `steps.csv`, in the order in which the runs began. So the first arm
+    of the YAML file comes first, to which the table has differences."""
     rows: dict[str, list[dict[str, Any]]] = {"point": [], "step": []}
-    # GRPO comes first, because differences are to the first arm.
-    for path in sorted(output_dir.glob("runs/*/*.jsonl"), key=lambda path: ("GRPO-" not in path.name, path)):
+    for path in sorted(output_dir.glob("runs/*/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             rows[row.pop("kind")].append(row)
@@ -330,13 +329,15 @@ def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Return the tables of all comparisons, and draw their curves to `curves.png`."""
+    """Return the tables of all comparisons. Also write them to `results.md`, and draw the curves to `curves.png`."""
     found = read_points(folder / "points.csv")
     text = ""
     for comparison, arms in found.items():
         text += f"**{comparison}**\n\n" + "\n".join(table_of(arms)) + "\n\n"
     draw(found, folder / "curves.png")
-    return text.rstrip() + "\n"
+    text = text.rstrip() + "\n"
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: Path) -> None:
@@ -377,12 +378,14 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("out/gpu"))
     parser.add_argument("--costs", action="store_true", help="also measure what a token costs with each method")
     parser.add_argument("--tests", action="store_true", help="also run the tests that need a GPU")
-    parser.add_argument("--report", action="store_true", help="print the table of the kept results")
+    parser.add_argument(
+        "--report", action="store_true", help="only rebuild table and picture from the files of the output folder"
+    )
     args = parser.parse_args()
     if args.report:
-        text = report(RESULTS)
-        (RESULTS / "results.md").write_text(text, encoding="utf-8")
-        print(text)
+        if not (args.output_dir / "points.csv").is_file():
+            parser.error(f"--report: {args.output_dir} has no points.csv; train first, or name another --output_dir")
+        print(report(args.output_dir))
         return
 
     import torch
@@ -407,9 +410,7 @@ def main() -> None:
     if args.tests:
         tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *GPU_TESTS]
         run_command("tests", tests, args.output_dir, seconds=180)
-    text = report(args.output_dir)
-    (args.output_dir / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(report(args.output_dir))
     print(f"all in {time.perf_counter() - began:.0f} seconds")
 
 
