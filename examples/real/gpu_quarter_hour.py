@@ -5,8 +5,8 @@
     python examples/real/gpu_quarter_hour.py --report --output_dir out/gpu     # table and picture of an earlier call
 
 A model of 135 million parameters does not fill a GPU: most of a step, the GPU waits for the next kernel. So many runs
-share the GPU, each in a process of its own. The YAML file lists waves of runs. Up to `--processes` runs of a wave train
-side by side. They stop `--seconds` after the beginning of the wave, and then evaluate their models. They do not end at
+share the GPU, each in a process of its own. The YAML file lists waves of runs. Up to `--processes` runs of a wave
+train side by side. They stop `--seconds` after the beginning of the wave, and then evaluate their models. They do not end at
 the same step, so the table compares them at equal tokens and at equal seconds.
 
 The script first converts the model and teaches it each task. During training, every run writes its evaluations and
@@ -222,8 +222,8 @@ def train_wave(
 
 
 def gather(output_dir: Path) -> None:
-    """Join the files of all runs in `points.csv` and `steps.csv`, in the order in which the runs began. So the first arm
-    of the YAML file comes first, to which the table has differences."""
+    """Join the files of all runs in `points.csv` and `steps.csv`, in the order in which the runs began. So the first
+    arm of the YAML file comes first, to which the table has differences."""
     rows: dict[str, list[dict[str, Any]]] = {"point": [], "step": []}
     for path in sorted(output_dir.glob("runs/*/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -393,6 +393,8 @@ def main() -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device: --device cpu --steps 2 --processes 2 runs the same code")
+    if (args.output_dir / "runs").exists():
+        parser.error(f"{args.output_dir} has the runs of an earlier call: remove it, or name another --output_dir")
     began = time.perf_counter()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     # The libraries are imported once, and all runs are forked from that process.
