@@ -44,7 +44,7 @@ class Method:
     # be used with the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False  # True if it has no effect without tools
-    plain: bool = False  # True for GRPO, which a comparison contains once by default
+    plain: bool = False  # True for `GRPOTrainer` and `ExplorationTrainer`, which explore nothing by default
     # Colour and marker in pictures. None: the next unused pair. The rows use the palette of Okabe and Ito, which
     # colour-blind readers can distinguish. It is used without yellow, because yellow is hard to see on white. The
     # markers distinguish the methods in black and white.
@@ -101,9 +101,9 @@ def only_single_turns(task: Any) -> dict[str, Any] | None:
     return None if is_agent(task) else {}
 
 
-def half_the_rollouts(task: Any) -> dict[str, Any] | None:
-    """Return options for agents. The tiny model gets half the rollouts of GRPO, because the method adds branches."""
+def branching_agent_options(task: Any) -> dict[str, Any] | None:
+    """Return options of a method that adds branches to an agent's rollouts, or None for a task without tools. The tiny
+    model gets half the rollouts of GRPO, as in BranPO's paper."""
     if for_language_models(task) or not is_agent(task):
         return only_agents(task)
-    # As in the paper: half the rollouts of GRPO, and branches.
     return {"num_generations": 4, "per_device_train_batch_size": 32}

@@ -35,7 +35,7 @@ def main() -> int:
     # Import these here: each process that trains imports this file, and first has to hide the output of libraries.
     import yaml
 
-    from trl_explore.compare.conductor import carry_out
+    from trl_explore.compare.conductor import run_comparison
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison
     from trl_explore.errors import UsageError
@@ -49,7 +49,7 @@ def main() -> int:
         document["seeds"] = args.seeds
     try:
         folder = ComparisonFolder(read_comparison(document), args.output_dir)
-        code = carry_out(folder, command=["python", *sys.argv], processes=args.processes)
+        code = run_comparison(folder, command=["python", *sys.argv], processes=args.processes)
     except UsageError as error:
         parser.exit(2, f"error: {error}\n")
     if code == 0:

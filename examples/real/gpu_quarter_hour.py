@@ -6,8 +6,8 @@
 
 A model of 135 million parameters does not fill a GPU: most of a step, the GPU waits for the next kernel. So many runs
 share the GPU, each in a process of its own. The YAML file lists waves of runs. Up to `--processes` runs of a wave
-train side by side. They stop `--seconds` after the beginning of the wave, and then evaluate their models. They do not end at
-the same step, so the table compares them at equal tokens and at equal seconds.
+train side by side. They stop `--seconds` after the beginning of the wave, and then evaluate their models. They do not
+end at the same step, so the table compares them at equal tokens and at equal seconds.
 
 The script first converts the model and teaches it each task. During training, every run writes its evaluations and
 steps to a file of its own. At the end they are joined in `points.csv` and `steps.csv` of the output folder. With

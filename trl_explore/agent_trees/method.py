@@ -1,6 +1,6 @@
 """Row of Tree-GRPO for agents in the table of methods. This module must load neither torch nor TRL."""
 
-from trl_explore.method_row import OURS, Method, half_the_rollouts
+from trl_explore.method_row import OURS, Method, branching_agent_options
 
 AGENT_TREE_GRPO = Method(
     "agent_tree_grpo",
@@ -32,6 +32,6 @@ AGENT_TREE_GRPO = Method(
         "branch/reward",
         "agent/turns",
     ),
-    options=half_the_rollouts,
+    options=branching_agent_options,
     needs_tools=True,
 )

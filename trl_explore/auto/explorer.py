@@ -57,8 +57,8 @@ class AutoExplorer(BranchExplorer):
         super().__init__(policy, forks, scorer)
         self.options = options
         self.explorers: dict[str, BranchExplorer] = {}
-        for name, own in options.items():
-            explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own.args)
+        for name, own_options in options.items():
+            explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own_options.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
         min_share = self.args.explore_min_share
@@ -87,7 +87,7 @@ class AutoExplorer(BranchExplorer):
             groups (`Sequence[ScoredGroup]`):
                 All groups of this process.
             output (`dict`):
-                The main rows of this process as TRL scored them, B rows.
+                The main rows of this process as TRL scored them: P prompts with G = `num_generations` rows each.
 
         Returns:
             `list[tuple]`: Each explorer that was chosen on any process, with its groups on this process. The list of
@@ -99,11 +99,12 @@ class AutoExplorer(BranchExplorer):
         for explorer in self.explorers.values():
             explorer.observe(groups)
         has_contrast = self._has_contrast(output)
-        deciding = self.scorer.success().view(-1, self.args.num_generations)  # (P, G) of all processes
+        # N is the number of prompts of all processes, P the number of prompts of this process.
+        deciding = self.scorer.success().view(-1, self.args.num_generations)  # (N, G)
         is_success = succeeded(deciding, threshold=self.args.success_bar)
         self._add_plain(groups, has_contrast, is_success)
         is_scored = ~deciding.isnan().all(dim=1)
-        is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast)  # (P,)
+        is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast)  # (N,)
         sources = self._choose(groups, is_unsolved)
         self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
         first = self.policy.ranks.index * len(groups)
@@ -138,7 +139,7 @@ class AutoExplorer(BranchExplorer):
             has_contrast (`torch.Tensor`):
                 Mask of the groups of this process that have contrast, `(P,)`.
             is_success (`torch.Tensor`):
-                Mask of the successful rows of all processes, `(P, G)`.
+                Mask of the successful rows of all processes, `(N, G)`.
         """
         # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
         failed_share = 1 - self.policy.ranks.local(is_success).double().mean(dim=1)  # (P,)
@@ -150,8 +151,8 @@ class AutoExplorer(BranchExplorer):
         self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
 
     def _choose(self, groups: Sequence[ScoredGroup], is_unsolved: torch.Tensor) -> list[str]:
-        """Choose a source for each prompt of all processes, `[P]`. `is_unsolved`, `(P,)`, is True for prompts that may
-        be explored."""
+        """Choose a source for each of the N prompts of all processes. `is_unsolved`, `(N,)`, is True for prompts that
+        may be explored."""
         # All processes use the same seed and the same inputs, so they choose the same sources.
         random = Random(f"{self.args.seed} {self.num_batches}")
         possible = self._possible(groups, is_unsolved)
@@ -163,16 +164,16 @@ class AutoExplorer(BranchExplorer):
         return sources
 
     def _possible(self, groups: Sequence[ScoredGroup], is_unsolved: torch.Tensor) -> list[list[str]]:
-        """Return the names of the explorers that can explore each prompt of all processes, `[P]`. The list is empty
+        """Return the names of the explorers that can explore each of the N prompts of all processes. The list is empty
         for prompts that may not be explored."""
         first = self.policy.ranks.index * len(groups)
-        own = []
+        of_this_process = []
         for place, group in enumerate(groups, start=first):
             names = []
             if is_unsolved[place]:
                 names = [name for name, explorer in self.explorers.items() if explorer.suits(group)]
-            own.append(names)
-        return self.policy.ranks.objects(own)
+            of_this_process.append(names)
+        return self.policy.ranks.objects(of_this_process)
 
     def weight_of(self, explorer: BranchExplorer) -> float | None:
         """Return the weight of an explorer's rows. Without the share, the few rows of a single explored prompt would
@@ -184,7 +185,7 @@ class AutoExplorer(BranchExplorer):
 
     def _name_of(self, explorer: BranchExplorer) -> str:
         """Return the name under which the configuration lists one of the explorers."""
-        return next(name for name, own in self.explorers.items() if own is explorer)
+        return next(name for name, candidate in self.explorers.items() if candidate is explorer)
 
     def end_search(self, results: Sequence[SearchResult]) -> None:
         """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trl_explore.method_row import OURS, Method, Remark, half_the_rollouts
+from trl_explore.method_row import OURS, Method, Remark, branching_agent_options
 
 
 def _remarks(ends: Mapping[str, float]) -> list[Remark]:
@@ -47,7 +47,7 @@ BRANPO = Method(
         "branch/token_ratio",
         "agent/turns",
     ),
-    options=half_the_rollouts,
+    options=branching_agent_options,
     remarks=_remarks,
     needs_tools=True,
     style=("#56B4E9", "P"),

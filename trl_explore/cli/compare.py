@@ -96,7 +96,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(argv: list[str]) -> int:
-    """Run `trl-explore compare`, and return the exit status of [`~trl_explore.compare.conductor.carry_out`]."""
+    """Run `trl-explore compare`, and return the exit status of [`~trl_explore.compare.conductor.run_comparison`]."""
     args = build_parser().parse(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
@@ -107,11 +107,11 @@ def run(argv: list[str]) -> int:
     folder_name = str(document.get("task", "")).replace(":", "-")
     output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, folder_name)
 
-    from trl_explore.compare.conductor import carry_out
+    from trl_explore.compare.conductor import run_comparison
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison
     from trl_explore.runs.quiet import quiet
 
     quiet()
     folder = ComparisonFolder(read_comparison(document), str(output_dir))
-    return carry_out(folder, command=["trl-explore", "compare", *argv], processes=args.processes, check_arms=True)
+    return run_comparison(folder, command=["trl-explore", "compare", *argv], processes=args.processes, check_arms=True)

@@ -18,11 +18,11 @@ from trl_explore.compare.workers import ArmLines, WorkerExecutor
 from trl_explore.errors import UsageError
 from trl_explore.machine.threads import limit_threads
 from trl_explore.runs.workers import WorkerFailed, Workers
-from trl_explore.saving.full_disk import SAID
+from trl_explore.saving.full_disk import DISK_FULL_TEXT
 from trl_explore.tasks.tiny_model import build_model
 
 
-def carry_out(
+def run_comparison(
     folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
 ) -> int:
     """
@@ -50,14 +50,14 @@ def carry_out(
         if folder.missing():
             datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
             with _executor(folder, processes) as executor:
-                conduct(folder, executor)
+                train_missing(folder, executor)
         _show(folder)
     except (KeyboardInterrupt, Interrupted):
         print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
         return 130
     except WorkerFailed as error:
         details = error.details
-        if SAID.search(str(error)):
+        if DISK_FULL_TEXT.search(str(error)):
             details = ""  # the message about a full disk needs no traceback
         text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
         print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
@@ -65,7 +65,7 @@ def carry_out(
     return 0
 
 
-def conduct(folder: ComparisonFolder, executor: Executor) -> None:
+def train_missing(folder: ComparisonFolder, executor: Executor) -> None:
     """
     Train the missing warm starts and runs. When all runs of a seed are finished, write a report of the finished seeds.
 
@@ -79,7 +79,7 @@ def conduct(folder: ComparisonFolder, executor: Executor) -> None:
     runs = [DueRun(arm, seed, folder.start_of(seed, starts)) for arm, seed in folder.missing()]
     for run in executor.train(runs):
         unfinished = folder.unfinished_seeds()
-        if unfinished and run.seed not in unfinished:  # `carry_out` writes the report of the complete comparison
+        if unfinished and run.seed not in unfinished:  # `run_comparison` writes the report of the complete comparison
             write_report(folder.finished(), folder.comparison, folder.path)
 
 

@@ -110,14 +110,14 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run or continue the quick-start; return the exit code of [`~trl_explore.compare.conductor.carry_out`]."""
+    """Run or continue the quick-start; return the exit code of [`~trl_explore.compare.conductor.run_comparison`]."""
     if args.processes < 1:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     began = time.perf_counter()
 
     from rich.console import Console
 
-    from trl_explore.compare.conductor import carry_out
+    from trl_explore.compare.conductor import run_comparison
     from trl_explore.compare.folder import SETTINGS, ComparisonFolder
     from trl_explore.compare.settings import read_comparison
 
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> int:
             highlight=False,
             markup=False,
         )
-    code = carry_out(folder, command=_command(args), processes=args.processes)
+    code = run_comparison(folder, command=_command(args), processes=args.processes)
     if code == 0:
         if args.fast:
             notes = [FAST_NOTE]

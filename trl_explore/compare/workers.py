@@ -75,7 +75,8 @@ class Teller:
 
 
 def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
-    """Call [`~trl_explore.compare.folder.teach`] in a worker process."""
+    """Call [`~trl_explore.compare.folder.teach`] in a worker process. Every job gets `connection`; this one sends
+    nothing."""
     quiet()
     if comparison.builds_model:  # there is a warm start per seed, and several are trained at the same time
         torch.set_num_threads(1)
@@ -120,7 +121,7 @@ def train_job(
     try:
         result = complete_run(folder, run, bar=Teller(connection), interrupt=HangUpCallback(connection))
     except Interrupted:
-        raise KeyboardInterrupt from None
+        raise KeyboardInterrupt from None  # a worker ends quietly on this, and the parent reports the interruption
     return result.points[-1]
 
 
