@@ -12,7 +12,7 @@ from hub_standin import TOKEN, StandIn
 
 NOTEBOOK = EXAMPLES / "first_steps.ipynb"
 SMALLER = {
-    "STEPS = 60 if": "STEPS = 2 if",
+    "STEPS = 60": "STEPS = 2",
     "PUBLISH_AS = None": 'PUBLISH_AS = "me/first-steps"',
     "warm_start(task, seed=0)": "warm_start(task, seed=0, steps=20)",
     "evaluation_set(64)": "evaluation_set(4)",
