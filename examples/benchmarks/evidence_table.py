@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 import auto_regimes
-from regimes_effects import Effect, Results
+from regimes_effects import Effect, Results, label
 from regimes_plan import Regime, asked_for, folder
 from regimes_results import read_results, timed_alike, to_runs
 
@@ -32,6 +32,9 @@ PROBLEMS = {
     "late_falls": "an agent that fails late, five to eight turns",
     "tail_errors": "an agent that fails in its last turn, three to five turns",
 }
+METRICS = {"greedy": "greedy accuracy", "reward": "mean reward"}  # other metrics keep their names
+# The files of the results call this rival `clip-higher`, which hides its second iteration.
+NAMES = {"clip-higher": "higher clip, two iterations"}
 NOT_MEASURED = "not measured yet"
 
 
@@ -51,7 +54,8 @@ def row_with_auto(regime: Regime) -> list[str]:
         verdicts[arm] = joined(*(auto_regimes.verdict(*gap) for gap in gaps.values()))
     reading = auto_regimes.reading_of(runs, "tokens")
     level = statistics.mean(mean_along(points, "tokens", reading, metric) for points in runs[base].values())
-    cells = [f"{100 * level:.1f}", f"{rival} {shown[rival]}", f"{method} {shown[method]}", verdicts[method]]
+    names = [f"{NAMES.get(arm, arm)} {shown[arm]}" for arm in (rival, method)]
+    cells = [f"{100 * level:.1f}", *names, verdicts[method]]
     return [*cells, shown["auto"], verdicts["auto"]]
 
 
@@ -70,7 +74,8 @@ def row_without_auto(regime: Regime) -> list[str]:
         assert found is not None, f"{regime.name} has no results for {arm}"
         return found
 
-    cells = [f"{100 * level:.1f}", *(f"{arm} {effect(arm, 'tokens')}".replace("**", "") for arm in (rival, method))]
+    names = [f"{NAMES.get(arm, arm)} {effect(arm, 'tokens')}".replace("**", "") for arm in (rival, method)]
+    cells = [f"{100 * level:.1f}", *names]
     verdicts = [verdict_of(effect(method, cost)) for cost in ("tokens", results.seconds)]
     return [*cells, joined(*verdicts), NOT_MEASURED, ""]
 
@@ -92,7 +97,8 @@ def table() -> str:
         regime = Regime.load(folder() / f"{name}.yaml")
         has_auto = (auto_regimes.RESULTS / f"{name}.csv").exists()
         cells = row_with_auto(regime) if has_auto else row_without_auto(regime)
-        lines.append(f"| [{name}](evidence-details.md#{name}): {text} | {' | '.join(cells)} |")
+        metric = METRICS.get(label(regime.metric), label(regime.metric))
+        lines.append(f"| [{name}](evidence-details.md#{name}) ({metric}): {text} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
