@@ -8,6 +8,8 @@ import pytest
 import yaml
 from commands import EXAMPLES
 
+from trl_explore.errors import UsageError
+
 
 @pytest.fixture
 def quarter(monkeypatch):
@@ -22,16 +24,33 @@ def point(arm, seed, step, tokens, pass_1):
 
 def test_all_comparisons_of_the_file_are_valid(quarter):
     pytest.importorskip("reasoning_gym")
-    from trl_explore.compare.settings import read_comparison
-
     settings = yaml.safe_load((EXAMPLES / "real" / "gpu_quarter_hour.yaml").read_text())
-    args = argparse.Namespace(device="cpu", steps=2)
-    for documents in quarter.documents_of(settings, args):
-        for document in documents.values():
-            document.pop("tokens_between")
-            comparison = read_comparison(document)
-            assert comparison.common["use_cpu"] and comparison.budget.steps == 2
-            assert comparison.arms[0].name.startswith("GRPO")
+    assert settings["shared"].pop("tokens_between") > 0
+    args = argparse.Namespace(device="cpu", steps=None, processes=16)
+    for comparisons in quarter.comparisons_of(settings, args):
+        for comparison in comparisons.values():
+            assert comparison.common["use_cpu"] and comparison.arms[0].name.startswith("GRPO")
+    args.processes = 8
+    with pytest.raises(UsageError, match=r"waves\[0\] has 15 runs, but --processes is 8"):
+        quarter.comparisons_of(settings, args)
+    settings["shared"]["num_evals"] = 3
+    with pytest.raises(UsageError, match="countdown: .*num_evals"):
+        quarter.comparisons_of(settings, args)
+
+
+def test_a_run_without_a_value_is_left_out_and_never_counts_as_zero(quarter, tmp_path):
+    folder = tmp_path / "runs" / "countdown"
+    folder.mkdir(parents=True)
+    # The run that evaluates the model before training has failed, so the curves begin at their first evaluation.
+    for number, (arm, tokens) in enumerate((("GRPO", 100), ("auto", 200))):
+        line = json.dumps(point(arm, 1, 2, tokens, 0.5))
+        (folder / f"{number:02d}-{arm}-1.jsonl").write_text(line + "\n" + line[:20])  # killed while it wrote
+    quarter.gather(tmp_path)
+    text = quarter.report(tmp_path)
+    assert "| GRPO | 100 tokens | 2 | 50.0 |" in text or "| GRPO | 100 tokens | - | - |" in text
+    assert "| auto | 100 tokens | - | - |" in text and "0.0 |" not in text.replace("50.0 |", "")
+    (tmp_path / "points.csv").write_text("comparison,arm,seed,step\n")
+    assert quarter.report(tmp_path).startswith("No run has an evaluation")
 
 
 def test_the_table_compares_at_tokens_and_seconds_that_all_runs_reached(quarter, tmp_path):

@@ -41,23 +41,35 @@ GPU_TESTS = ("tests/test_gpu.py",)
 
 
 def run_job(
-    document: dict[str, Any], arm_name: str, seed: int, *, start: str, stop_at: float, first: bool, path: Path
+    comparison: Any,
+    arm: Any,
+    seed: int,
+    *,
+    name: str,
+    tokens_between: float,
+    start: str,
+    stop_at: float | None,
+    first: bool,
+    path: Path,
 ) -> None:
     """
     Train one run until a time, and write its evaluations and steps as lines of JSON.
 
     Args:
-        document (`dict[str, Any]`):
-            The comparison, as `trl-explore compare` reads it, and `tokens_between`: generated tokens between two
-            evaluations.
-        arm_name (`str`):
-            Name of the arm.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
         seed (`int`):
             Seed of the run.
+        name (`str`):
+            Name of the comparison.
+        tokens_between (`float`):
+            Generated tokens between two evaluations.
         start (`str`):
             Folder of the taught model.
-        stop_at (`float`):
-            Time at which training stops, as `time.time()` returns it.
+        stop_at (`float`, *optional*):
+            Time at which training stops, as `time.time()` returns it. None if only the budget limits the run.
         first (`bool`):
             Whether the run evaluates the model before training. All runs of a comparison start from the same model.
         path (`Path`):
@@ -67,17 +79,11 @@ def run_job(
     from transformers import PrinterCallback, TrainerCallback
 
     from trl_explore.compare.run import CostCallback, build_run, of_step
-    from trl_explore.compare.settings import read_comparison
     from trl_explore.runs.quiet import quiet
 
     quiet()
     torch.set_num_threads(1)
-    document = dict(document)
-    tokens_between = document.pop("tokens_between")
-    comparison = read_comparison(document)
-    (arm,) = (arm for arm in comparison.arms if arm.name == arm_name)
-    run = {"comparison": path.parent.name, "arm": arm.name, "seed": seed}
-
+    run = {"comparison": name, "arm": arm.name, "seed": seed}
     with tempfile.TemporaryDirectory() as folder, open(path, "w", encoding="utf-8") as lines:
         trainer, evaluate = build_run(comparison, arm, seed=seed, folder=Path(folder), start=start)
         costs = CostCallback(comparison.budget)
@@ -107,7 +113,7 @@ def run_job(
                 if not of_step(logs):
                     return
                 write("step", {name: logs.get(name) for name in STEP_METRICS})
-                if time.time() >= stop_at and document["budget"].keys() != {"steps"}:
+                if stop_at is not None and time.time() >= stop_at:
                     control.should_training_stop = True
                 elif costs.cost.tokens - self.evaluated_at >= tokens_between:
                     self.evaluate()
@@ -124,23 +130,40 @@ def run_job(
 # ------------------------------------------------------------------------------------------------------------ waves
 
 
-def documents_of(settings: dict[str, Any], args: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
-    """Return the comparisons of each wave by name, in the form that `trl-explore compare` reads."""
+def comparisons_of(settings: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """
+    Check the settings, and return the comparisons of each wave by name.
+
+    Raises:
+        UsageError: If a field is wrong. The message names it.
+    """
+    from trl_explore.compare.settings import read_comparison
+    from trl_explore.errors import UsageError
+
     waves = []
-    for wave in settings["waves"]:
-        documents = {}
+    for number, wave in enumerate(settings["waves"]):
+        comparisons: dict[str, Any] = {}
         for entry in wave:
             document = {**settings["shared"], **entry}
-            name = document.pop("name")
-            common = dict(document["common"])
-            common["use_cpu"] = args.device == "cpu"
-            document["common"] = common
+            if "name" not in document or "/" in str(document["name"]):
+                raise UsageError(f"waves[{number}]: give each comparison a name without '/'")
+            name = str(document.pop("name"))
+            document["common"] = {**document.get("common", {}), "use_cpu": args.device == "cpu"}
             document["evaluations"] = 1
             document["budget"] = {"steps": args.steps} if args.steps else {"tokens": 1e9}
             if args.device == "cpu":
                 shrink(document)
-            documents[name] = document
-        waves.append(documents)
+            try:
+                comparisons[name] = read_comparison(document)
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from error
+        num_runs = sum(len(comparison.arms) * len(comparison.seeds) for comparison in comparisons.values())
+        if num_runs > args.processes and not args.steps:
+            raise UsageError(
+                f"waves[{number}] has {num_runs} runs, but --processes is {args.processes}. The waiting runs would "
+                "begin when the wave ends: raise --processes, or move comparisons to another wave"
+            )
+        waves.append(comparisons)
     return waves
 
 
@@ -160,51 +183,58 @@ def convert_job() -> None:
     find_pretrained("smollm2")
 
 
-def teach_job(document: dict[str, Any]) -> str:
+def teach_job(comparison: Any) -> str:
     """Teach a comparison's task to the model, or find the taught model in the cache. Return its folder."""
     from trl_explore.compare.folder import teach
-    from trl_explore.compare.settings import read_comparison
     from trl_explore.runs.quiet import quiet
 
     quiet()
-    document = {key: value for key, value in document.items() if key != "tokens_between"}
-    comparison = read_comparison(document)
     return teach(comparison, comparison.seeds[0], progress=False)
 
 
-def teach_all(context: Any, waves: list[dict[str, dict[str, Any]]], *, processes: int) -> dict[str, str]:
+def teach_all(context: Any, waves: list[dict[str, Any]], *, processes: int) -> dict[str, str]:
     """Convert the packaged model, and teach it all tasks side by side. Return the folders of the taught models by
-    comparison. Comparisons of one task share a model."""
+    comparison. Comparisons with the same model, task and number of warm start steps share a taught model."""
     with ProcessPoolExecutor(min(processes, 4), mp_context=context) as pool:
-        pool.submit(convert_job).result()
+        if any(c.subject["model_name_or_path"] == "smollm2" for wave in waves for c in wave.values()):
+            pool.submit(convert_job).result()
         jobs: dict[str, Any] = {}
         job_of = {}
-        for documents in waves:
-            for name, document in documents.items():
-                key = json.dumps([document[part] for part in ("task", "task_config", "warm_start_steps")])
+        for comparisons in waves:
+            for name, comparison in comparisons.items():
+                key = json.dumps([comparison.subject, comparison.warm_start_steps], sort_keys=True, default=str)
                 if key not in jobs:
-                    jobs[key] = pool.submit(teach_job, document)
+                    jobs[key] = pool.submit(teach_job, comparison)
                 job_of[name] = jobs[key]
         return {name: job.result() for name, job in job_of.items()}
 
 
 def train_wave(
-    context: Any, documents: dict[str, dict[str, Any]], starts: dict[str, str], args: argparse.Namespace
-) -> None:
-    """Train all runs of a wave side by side. A run that does not end in time is killed, and keeps what it wrote."""
-    stop_at = time.time() + args.seconds
+    context: Any, comparisons: dict[str, Any], starts: dict[str, str], args: argparse.Namespace, tokens_between: float
+) -> int:
+    """
+    Train all runs of a wave side by side. A run that does not end in time is killed, and keeps what it wrote.
+
+    Returns:
+        `int`: Number of runs that failed or were killed.
+    """
+    from trl_explore.compare.settings import arm_folder
+
+    stop_at = None if args.steps else time.time() + args.seconds
     waiting = []
-    for name, document in documents.items():
+    for name, comparison in comparisons.items():
         folder = args.output_dir / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
-        for arm in document["arms"]:
-            for seed in document["seeds"]:
-                first = arm is document["arms"][0] and seed == document["seeds"][0]
-                path = folder / f"{len(waiting):02d}-{arm['name'].replace(' ', '-')}-{seed}.jsonl"
-                given = dict(start=starts[name], stop_at=stop_at, first=first, path=path)
-                process = context.Process(target=run_job, args=(document, arm["name"], seed), kwargs=given)
-                waiting.append((f"{name}, {arm['name']}, seed {seed}", process))
+        for arm in comparison.arms:
+            for seed in comparison.seeds:
+                first = arm is comparison.arms[0] and seed == comparison.seeds[0]
+                path = folder / f"{len(waiting):02d}-{arm_folder(arm.name)}-{seed}.jsonl"
+                given = dict(name=name, tokens_between=tokens_between, start=starts[name], stop_at=stop_at)
+                given |= dict(first=first, path=path)
+                process = context.Process(target=run_job, args=(comparison, arm, seed), kwargs=given)
+                waiting.append((f"{name}, {arm.name}, seed {seed}", process))
     running: list[tuple[str, Any]] = []
+    num_failed = 0
     while waiting or running:
         while waiting and len(running) < args.processes:
             what, process = waiting.pop(0)
@@ -212,13 +242,15 @@ def train_wave(
             running.append((what, process))
         time.sleep(0.2)
         for what, process in list(running):
-            late = time.time() > stop_at + GRACE_SECONDS and not args.steps
-            if late and process.is_alive():
+            is_late = stop_at is not None and time.time() > stop_at + GRACE_SECONDS
+            if is_late and process.is_alive():
                 process.kill()
                 process.join()
             if not process.is_alive():
                 running.remove((what, process))
+                num_failed += process.exitcode != 0
                 print(f"{time.strftime('%X')} {what}: exit code {process.exitcode}", flush=True)
+    return num_failed
 
 
 def gather(output_dir: Path) -> None:
@@ -227,6 +259,8 @@ def gather(output_dir: Path) -> None:
     rows: dict[str, list[dict[str, Any]]] = {"point": [], "step": []}
     for path in sorted(output_dir.glob("runs/*/*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.endswith("}"):
+                continue  # the run was killed while it wrote this line
             row = json.loads(line)
             rows[row.pop("kind")].append(row)
     for kind, of_kind in rows.items():
@@ -292,10 +326,24 @@ def read_points(path: Path) -> dict[str, dict[str, dict[int, list[dict[str, floa
     return found
 
 
+def values_at(seeds: dict[int, list[dict[str, float]]], cost: str, reading: float, metric: str) -> dict[int, float]:
+    """Return the value of each seed's curve at a cost. A seed whose curve does not reach from before to after the cost
+    is left out."""
+    from trl_explore.compare.costs import value_at
+
+    values = {seed: value_at(points, cost, reading, metric) for seed, points in seeds.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def mean_of(values: dict[int, float], *, scale: float, digits: int) -> str:
+    """Return the mean as text, or a dash if there is no value."""
+    return f"{scale * statistics.mean(values.values()):.{digits}f}" if values else "-"
+
+
 def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
     """Return the table of a comparison: each metric before training and at the largest number of tokens, and of
     seconds, that all runs reached. Differences are to the first arm, paired by seed."""
-    from trl_explore.compare.costs import mean_with_interval, value_at
+    from trl_explore.compare.costs import mean_with_interval
 
     runs = [points for seeds in arms.values() for points in seeds.values()]
     metrics = [name for name in runs[0][0] if name.startswith("eval/")]
@@ -312,18 +360,17 @@ def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
     for cost in ("tokens", "seconds"):
         reading = min(points[-1][cost] for points in runs)
         for arm, seeds in arms.items():
-            steps = statistics.mean(value_at(points, cost, reading, "step") or 0.0 for points in seeds.values())
-            cells = [arm, f"{reading:,.0f} {cost}", f"{steps:.0f}"]
+            cells = [
+                arm,
+                f"{reading:,.0f} {cost}",
+                mean_of(values_at(seeds, cost, reading, "step"), scale=1, digits=0),
+            ]
             for metric in metrics:
-                values = {seed: value_at(points, cost, reading, metric) for seed, points in seeds.items()}
-                cells.append(f"{100 * statistics.mean(value or 0.0 for value in values.values()):.1f}")
-                differences = []
-                for seed, value in values.items():
-                    other = value_at(arms[base].get(seed, []), cost, reading, metric)
-                    if value is not None and other is not None:
-                        differences.append(value - other)
+                values = values_at(seeds, cost, reading, metric)
+                others = values_at(arms[base], cost, reading, metric)
+                differences = [value - others[seed] for seed, value in values.items() if seed in others]
                 text = "" if arm == base or not differences else mean_with_interval(differences)
-                cells.append(" ".join(text.split()))
+                cells += [mean_of(values, scale=100, digits=1), " ".join(text.split())]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -331,6 +378,8 @@ def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
 def report(folder: Path) -> str:
     """Return the tables of all comparisons. Also write them to `results.md`, and draw the curves to `curves.png`."""
     found = read_points(folder / "points.csv")
+    if not found:
+        return "No run has an evaluation after its start, so there is no table.\n"
     text = ""
     for comparison, arms in found.items():
         text += f"**{comparison}**\n\n" + "\n".join(table_of(arms)) + "\n\n"
@@ -341,7 +390,7 @@ def report(folder: Path) -> str:
 
 
 def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: Path) -> None:
-    """Draw pass@1 and pass@8 over generated tokens. Thin lines are seeds, thick lines their means."""
+    """Draw the first two metrics over generated tokens. Thin lines are seeds, thick lines their means."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -349,10 +398,11 @@ def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: P
 
     from trl_explore.compare.costs import mean_curve
 
-    metrics = ("eval/pass_at_1", "eval/pass_at_8")
     figure, axes = plt.subplots(len(found), 2, figsize=(9, 3 * len(found)), squeeze=False)
     for (comparison, arms), row in zip(found.items(), axes, strict=True):
-        for metric, axis in zip(metrics, row, strict=True):
+        first_run = next(iter(next(iter(arms.values())).values()))
+        metrics = [name for name in first_run[0] if name.startswith("eval/")][:2]
+        for metric, axis in zip(metrics, row, strict=False):
             for number, (arm, seeds) in enumerate(arms.items()):
                 color = f"C{number}"
                 for points in seeds.values():
@@ -391,20 +441,30 @@ def main() -> None:
     import torch
     import yaml
 
+    from trl_explore.errors import UsageError
+
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device: --device cpu --steps 2 --processes 2 runs the same code")
     if (args.output_dir / "runs").exists():
         parser.error(f"{args.output_dir} has the runs of an earlier call: remove it, or name another --output_dir")
+    settings = yaml.safe_load(args.config.read_text())
+    tokens_between = settings["shared"].pop("tokens_between", None)
+    if not isinstance(tokens_between, int | float) or tokens_between <= 0:
+        parser.error(f"shared.tokens_between={tokens_between}: give the generated tokens between two evaluations")
+    try:
+        waves = comparisons_of(settings, args)
+    except UsageError as error:
+        parser.error(f"{args.config}: {error}")
     began = time.perf_counter()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     # The libraries are imported once, and all runs are forked from that process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trl_explore.compare.run", "trl_explore.methods", "trl"])
-    waves = documents_of(yaml.safe_load(args.config.read_text()), args)
     starts = teach_all(context, waves, processes=args.processes)
     print(f"taught after {time.perf_counter() - began:.0f} seconds", flush=True)
-    for documents in waves:
-        train_wave(context, documents, starts, args)
+    num_failed = 0
+    for comparisons in waves:
+        num_failed += train_wave(context, comparisons, starts, args, tokens_between)
         gather(args.output_dir)
         print(f"wave done after {time.perf_counter() - began:.0f} seconds", flush=True)
     if args.costs:
@@ -414,6 +474,8 @@ def main() -> None:
         run_command("tests", tests, args.output_dir, seconds=180)
     print(report(args.output_dir))
     print(f"all in {time.perf_counter() - began:.0f} seconds")
+    if num_failed:
+        sys.exit(f"{num_failed} runs failed or were killed: see the exit codes above")
 
 
 if __name__ == "__main__":
