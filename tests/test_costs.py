@@ -3,6 +3,7 @@
 import pytest
 
 from trl_explore.compare.costs import comparison_table, mean_with_interval, value_at
+from trl_explore.compare.ends import summarize_ends
 
 CURVE = [{"tokens": 0, "acc": 0.2}, {"tokens": 100, "acc": 0.4}, {"tokens": 300, "acc": 0.8}]
 
@@ -36,3 +37,12 @@ def test_arms_are_compared_where_the_slowest_stopped_and_paired_by_seed():
     assert "an interval needs 3 seeds" in table and "±" not in table
     three = comparison_table([*runs, run("A", 2, 0.6, 200), run("B", 2, 0.4, 100)], "t", {"accuracy": "acc"})
     assert "[vs A  10.0 ±  0.0]" in three and "95 % interval over 3 seeds" in three
+
+
+def test_many_samples_at_the_start_are_found_in_any_order_of_the_arms():
+    first = {"arm": "GRPO", "seed": 0, "points": [{"end_correct": [0, 4]}, {"end_correct": [4, 4]}]}
+    second = {"arm": "auto", "seed": 0, "points": [{}, {"end_correct": [0, 0]}]}
+    for arms in (["GRPO", "auto"], ["auto", "GRPO"]):
+        before, *after = summarize_ends([first, second], arms, 4)
+        assert before.pass_at[1][0] == pytest.approx(0.5) and [entry.arm for entry in after] == arms
+        assert {entry.arm: entry.pass_at[1][0] for entry in after} == {"GRPO": pytest.approx(1.0), "auto": 0.0}

@@ -105,7 +105,7 @@ def check_trainers(folder: ComparisonFolder) -> None:
         for name, arm in {arm.name: arm for arm, _ in folder.missing()}.items():
             try:
                 trainer = build_run(comparison, arm, seed=0, folder=Path(temporary), start=start)[0]
-            except (UsageError, ValueError, NotImplementedError) as error:
+            except (UsageError, ValueError, NotImplementedError, ImportError) as error:
                 # Trainers raise these with a text that explains the problem, so no traceback is needed.
                 raise UsageError(f"arm {name}: {error}") from error
             limit_threads(trainer.model, trainer.accelerator.device)

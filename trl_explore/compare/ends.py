@@ -77,7 +77,7 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
     Args:
         runs (`Sequence[Mapping]`):
             Runs; every arm has the same seeds. Every last point has `end_correct`, the successes per problem. The
-            first arm's first points have it too: all arms of a seed start from the same model.
+            first points of one arm have it too: all arms of a seed start from the same model.
         arms (`Sequence[str]`):
             Names of the arms.
         num_samples (`int`):
@@ -88,7 +88,11 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
     """
     by_run = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
-    starts = [by_run[arms[0], seed][0]["end_correct"] for seed in seeds]
+    starts = []
+    for seed in seeds:
+        # It is the arm that was listed first when the seed was trained. Later, the arms may be in another order.
+        first_points = [by_run[arm, seed][0] for arm in arms]
+        starts.append(next(point["end_correct"] for point in first_points if "end_correct" in point))
 
     def at_k(counts: Sequence[Sequence[int]]) -> dict[int, tuple[float, float | None]]:
         pass_at = {}

@@ -250,9 +250,9 @@ class WorkerExecutor:
             threads = max(1, count_cores() // len(self.workers.processes))
         jobs = []
         for run in runs:
-            # `options` may be a function that pickle refuses. The arm's options are filled in, so a run does not need
-            # it.
-            row = replace(find_method(run.arm.method), options=Method.options)
+            # A method's functions may be lambdas, which pickle refuses. The arm's options are filled in, so a run
+            # needs none of them.
+            row = replace(find_method(run.arm.method), options=Method.options, remarks=Method.remarks)
             arguments = (self.comparison, self.folder.path, run, threads, row)
             jobs.append(Job(f"{run.arm.name}, seed {run.seed}", train_job, arguments))
         for job, kind, value in self.workers.do(jobs):
