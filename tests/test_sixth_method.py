@@ -126,6 +126,14 @@ def test_a_comparison_trains_it_beside_the_others(workdir, capsys, flags):
     assert [row["arm"] for row in rows] == ["GRPO"] * 2 + ["Halved"] * 2
 
 
+def test_a_method_without_a_row_is_named_with_the_remedy():
+    class Unknown(HalvedTrainer):
+        method = "mine"
+
+    with pytest.raises(ValueError, match="Unknown has `method='mine'`, .* Leave that line out .*METHODS\\['mine'\\]"):
+        _ = Unknown._tag_names
+
+
 def test_a_comparison_knows_which_tasks_it_suits():
     def arms(**subject):
         return {arm.method: arm for arm in read_comparison({**subject, "budget": {"tokens": 1e3}}).arms}

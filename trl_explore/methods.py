@@ -57,6 +57,12 @@ class FromRow:
         self.read = read
 
     def __get__(self, trainer: Any, owner: Any) -> Any:
+        if owner.method not in METHODS:
+            raise ValueError(
+                f"{owner.__name__} has `method={owner.method!r}`, which is no method of trl-explore. Leave that line "
+                "out of the class, so that it has the method of its parent class, or add a row: "
+                f"`trl_explore.methods.METHODS[{owner.method!r}] = trl_explore.methods.Method(...)`"
+            )
         return self.read(METHODS[owner.method])
 
 
