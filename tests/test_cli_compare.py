@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -312,6 +313,14 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
     _, error = capsys.readouterr().err.split("trl-explore: error: ")
     assert message in error and error.count("\n") == 1
     assert not Path("out").exists()
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_arm_whose_package_is_missing_is_named_in_one_line(workdir, capsys):
+    arms = [{"method": "grpo"}, {"name": "served", "method": "exploration", "options": {"use_vllm": True}}]
+    assert compare({**OWN, "arms": arms}, "--output_dir", "out") == 2
+    _, error = capsys.readouterr().err.split("trl-explore: error: ")
+    assert error.startswith("arm served: vLLM is not available") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def test_a_run_without_a_value_is_left_out_and_never_counts_as_zero(quarter, tmp
         (folder / f"{number:02d}-{arm}-1.jsonl").write_text(line + "\n" + line[:20])  # killed while it wrote
     quarter.gather(tmp_path)
     text = quarter.report(tmp_path)
-    assert "| GRPO | 100 tokens | 2 | 50.0 |" in text or "| GRPO | 100 tokens | - | - |" in text
-    assert "| auto | 100 tokens | - | - |" in text and "0.0 |" not in text.replace("50.0 |", "")
+    for arm in ("GRPO", "auto"):  # a single evaluation is no curve
+        assert f"| {arm} | 100 tokens | - | - |  | - |" in text
+    assert "0.0" not in text
     (tmp_path / "points.csv").write_text("comparison,arm,seed,step\n")
     assert quarter.report(tmp_path).startswith("No run has an evaluation")
 

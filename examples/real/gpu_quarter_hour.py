@@ -16,6 +16,7 @@ with the same tool. With `--tests`, it also runs the tests that need a GPU.
 """
 
 import argparse
+import copy
 import csv
 import json
 import multiprocessing
@@ -30,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+Points = list[dict[str, float]]  # evaluations of a run
+Arms = dict[str, dict[int, Points]]  # runs of a comparison, by arm and seed
+
 RUN = ("comparison", "arm", "seed")
 COSTS = ("step", "tokens", "trained_tokens", "seconds")
 STEP_METRICS = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
@@ -171,9 +175,11 @@ def shrink(document: dict[str, Any]) -> None:
     """Make a comparison small enough for a check on a CPU."""
     document.update(num_eval=8, warm_start_steps=2)
     document["common"].update(per_device_train_batch_size=16, gradient_accumulation_steps=1)
-    for arm in document["arms"]:
+    arms = copy.deepcopy(document["arms"])  # the settings keep theirs
+    for arm in arms:
         if "per_device_train_batch_size" in arm.get("options", {}):
             arm["options"]["per_device_train_batch_size"] = arm["options"]["num_generations"]
+    document["arms"] = arms
 
 
 def convert_job() -> None:
@@ -305,10 +311,10 @@ def measure_costs(args: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def read_points(path: Path) -> dict[str, dict[str, dict[int, list[dict[str, float]]]]]:
+def read_points(path: Path) -> dict[str, Arms]:
     """Return the evaluations by comparison, arm and seed. Each run begins with the model before training, which one
     run of the comparison has evaluated for all."""
-    found: dict[str, dict[str, dict[int, list[dict[str, float]]]]] = {}
+    found: dict[str, Arms] = {}
     starts: dict[str, dict[str, float]] = {}
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -326,7 +332,7 @@ def read_points(path: Path) -> dict[str, dict[str, dict[int, list[dict[str, floa
     return found
 
 
-def values_at(seeds: dict[int, list[dict[str, float]]], cost: str, reading: float, metric: str) -> dict[int, float]:
+def values_at(seeds: dict[int, Points], cost: str, reading: float, metric: str) -> dict[int, float]:
     """Return the value of each seed's curve at a cost. A seed whose curve does not reach from before to after the cost
     is left out."""
     from trl_explore.compare.costs import value_at
@@ -340,7 +346,7 @@ def mean_of(values: dict[int, float], *, scale: float, digits: int) -> str:
     return f"{scale * statistics.mean(values.values()):.{digits}f}" if values else "-"
 
 
-def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
+def table_of(arms: Arms) -> list[str]:
     """Return the table of a comparison: each metric before training and at the largest number of tokens, and of
     seconds, that all runs reached. Differences are to the first arm, paired by seed."""
     from trl_explore.compare.costs import mean_with_interval
@@ -389,7 +395,7 @@ def report(folder: Path) -> str:
     return text
 
 
-def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: Path) -> None:
+def draw(found: dict[str, Arms], path: Path) -> None:
     """Draw the first two metrics over generated tokens. Thin lines are seeds, thick lines their means."""
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""The conductor of a comparison: it checks the arms, lets an executor train what is missing, and shows the results."""
+"""Check the arms of a comparison, let an executor train the missing runs, and show the results."""
 
 import shlex
 import sys
