@@ -157,6 +157,18 @@ def test_a_model_of_four_bits_learns_on_after_an_evaluation(tmp_path, folders):
     assert_same(parameters(trainer), expected)
 
 
+@pytest.mark.slow
+def test_a_model_of_four_bits_learns_with_shared_prefixes(tmp_path, folders):
+    # Before the first step, the trainer compares packed rows with plain ones. A CPU with AVX512-BF16 needs this test.
+    pytest.importorskip("bitsandbytes")
+    options = dict(model=folders["deep_grpo"], quantization_config=QUANTIZED["nf4"](), peft_config=LORA)
+    options |= dict(reward_funcs=parity, max_steps=2, shared_prefix_training="on")
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+    before = parameters(trainer)
+    trainer.train()
+    check_that_only_adapters_moved(trainer, before)
+
+
 # ------------------------------------------------------------------------------------------------------ reductions
 
 # The tests of each method have LoRA without dropout; passes that draw it are made where old log-probabilities are.

@@ -184,6 +184,9 @@ def test_a_text_is_found_at_the_token_that_ends_it_in_whatever_case():
     assert first_text_end(ids, texts=["B3", "dc"], **options) == 4
     assert first_text_end(ids, texts=["dc"], **options) == 7
     assert first_text_end(ids, texts=["cd"], **options) is None and first_text_end(ids, texts=[], **options) is None
+    # A letter whose lower case has two characters does not move the position.
+    cache = {1: "İ", 2: "İ", 3: "a", 4: "b"}
+    assert first_text_end([1, 2, 3, 4], tokenizer, ["A"], cache=cache) == 2
 
 
 @settings(deadline=None)

@@ -172,7 +172,7 @@ def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
 
     # The folder's own settings are a file to go on with; fewer seeds are another comparison.
     assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out", "--seeds", "0"]) == 2
-    assert "'out' holds another comparison: seeds: 1 there, not now" in capsys.readouterr().err
+    assert "'out' holds another comparison: seeds: 1 in the folder, not in this comparison" in capsys.readouterr().err
 
 
 def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole, workdir, capsys):
@@ -200,7 +200,11 @@ def test_runs_in_processes_stop_in_order_and_give_what_they_give_one_after_the_o
     command = "trl-explore compare --config run.yaml --output_dir out --processes 2"
     flags = ["--output_dir", "out", "--processes", "2"]
     for how, code, words in (
-        ("kill", 1, "was killed, as a system does that runs out of memory; what is done is kept. Continue with:"),
+        (
+            "kill",
+            1,
+            "was killed, probably because the machine ran out of memory; what is done is kept. Continue with:",
+        ),
         ("ctrl-c-parent", 130, "Stopped; what is done is kept. Continue with:"),
     ):
         Path("stop").write_text(f"{how} 1")
@@ -248,7 +252,7 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
     assert compare(TINY_TASK, "--methods", "grpo", "g2rl", "--output_dir", "out") == 0
     rows = curves("out")
     assert [(row["arm"], row["step"]) for row in rows] == [("GRPO", "0"), ("GRPO", "1"), ("G2RL", "0"), ("G2RL", "1")]
-    assert "seconds of training, read between" in capsys.readouterr().out
+    assert "seconds of training, interpolated between" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -351,7 +355,7 @@ def test_a_budget_of_steps_is_the_same_number_for_all(workdir, capsys):
     document = {**TINY_TASK, "budget": {"steps": 2}, "evaluations": 2, "common": common}
     assert compare(document, "--methods", "grpo", "g2rl", "--output_dir", "out") == 0
     assert [row["step"] for row in curves("out")] == ["0", "1", "2"] * 2
-    assert "At 2 optimiser steps, read between" in capsys.readouterr().out
+    assert "At 2 optimiser steps, interpolated between" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

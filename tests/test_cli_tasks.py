@@ -270,7 +270,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
             {"task": GAME, "warm_start_steps": 2},
             f"warm_start_steps=2: {GAME} writes no demonstrations; leave warm_start_steps out",
         ),
-        ({"task": "chain", "warm_start_steps": 2}, "warm_start_steps=2 teaches chain to its tiny model, in the place"),
+        ({"task": "chain", "warm_start_steps": 2}, "warm_start_steps=2 teaches chain to its tiny model, but"),
         ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; pass"),
         ({"method": "branpo"}, f"branpo does not suit the task {SUMS}, which has no tools; use one of deep_grpo, "),
         ({"task": GAME, "method": "tree_grpo"}, f"tree_grpo does not suit the task {GAME}, which is played with"),

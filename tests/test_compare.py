@@ -294,22 +294,42 @@ def test_differences_name_the_field_and_both_values():
         "arms": [{"method": "grpo", "options": {"beta": 0.1}}],
     }
     assert differences(old, read_comparison(changed).document()) == [
-        "budget.tokens: 100.0 there, nothing now",
-        "budget.seconds: nothing there, 5.0 now",
-        "common.learning_rate: 0.0003 there, 0.001 now",
-        "seeds: 1 there, not now",
-        "arms.GRPO.options.beta: nothing there, 0.1 now",
-        "arms: deep | <b> there, not now",
+        "budget.tokens: 100.0 in the folder, not set now",
+        "budget.seconds: not set in the folder, 5.0 now",
+        "common.learning_rate: 0.0003 in the folder, 0.001 now",
+        "seeds: 1 in the folder, not in this comparison",
+        "arms.GRPO.options.beta: not set in the folder, 0.1 now",
+        "arms: deep | <b> in the folder, not in this comparison",
     ]
 
 
 def test_a_folder_of_another_comparison_is_refused(tmp_path):
     ComparisonFolder(read_comparison(DOCUMENT), tmp_path).write_settings()
     ComparisonFolder(read_comparison({**DOCUMENT, "seeds": [0, 1, 7]}), tmp_path)
-    with pytest.raises(UsageError, match=r"holds another comparison: num_eval: 128 there, 64 now.*--output_dir"):
+    with pytest.raises(
+        UsageError, match=r"holds another comparison: num_eval: 128 in the folder, 64 now.*--output_dir"
+    ):
         ComparisonFolder(read_comparison({**DOCUMENT, "num_eval": 64}), tmp_path)
     with pytest.raises(UsageError, match=r"comparison.yaml' is a file; name a folder"):
         ComparisonFolder(read_comparison(DOCUMENT), tmp_path / "comparison.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("arms: [", "is no YAML file"),
+        ("", "holds no comparison"),
+        ("- 1", "holds no comparison"),
+        ("arms: 3", "holds no comparison"),
+        ("arms: [1]\nseeds: [0]", "holds no comparison"),
+        ("arms: [{method: grpo}]\nseeds: [0]", "holds no comparison"),
+        ("arms: []", "holds no comparison"),
+    ],
+)
+def test_damaged_settings_are_refused(tmp_path, text, error):
+    (tmp_path / "comparison.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"comparison.yaml {error}.*restore it, or remove the folder"):
+        ComparisonFolder(read_comparison(DOCUMENT), tmp_path)
 
 
 def test_an_empty_budget_cannot_be_infinite():

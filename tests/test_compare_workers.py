@@ -8,7 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from trl_explore.compare import workers
 from trl_explore.compare.folder import ComparisonFolder
 from trl_explore.compare.settings import read_comparison
-from trl_explore.compare.workers import ArmLines, HangUpCallback, Teller
+from trl_explore.compare.workers import ArmLines, HangUpCallback, ProgressSender
 from trl_explore.runs.workers import AT_WORK
 
 DOCUMENT = {
@@ -64,7 +64,7 @@ def test_without_a_terminal_a_long_run_has_a_line_now_and_then(tmp_path, monkeyp
 
 def test_a_run_tells_its_parent_what_it_has_spent():
     ours, theirs = Pipe()
-    teller = Teller(ours)
+    teller = ProgressSender(ours)
     teller.n = 500  # where it goes on
     teller.set_postfix(step=3, reward="0.25", refresh=False)
     teller.update(100)
@@ -73,7 +73,7 @@ def test_a_run_tells_its_parent_what_it_has_spent():
 
 def test_a_run_whose_parent_is_gone_is_saved_and_stops_at_its_next_step(tmp_path):
     ours, theirs = Pipe()
-    teller, hang_up = Teller(ours), HangUpCallback(ours)
+    teller, hang_up = ProgressSender(ours), HangUpCallback(ours)
     args, state = TrainingArguments(output_dir=str(tmp_path), use_cpu=True), TrainerState()
     before = TrainerControl()
     hang_up.on_step_end(args, state, before)

@@ -109,7 +109,7 @@ def test_a_version_that_nobody_has_tried_is_told_of_once(installed, caplog, vers
         check_seams("", seams)
         check_seams("", seams)
     told = [
-        f"trl {version} is newer than the tested versions, {KNOWN_TRL[-1]}; the parts of it that the trainers use are "
+        f"trl {version} is newer than {KNOWN_TRL[-1]}, the newest tested version; the parts that the trainers use are "
         "unchanged"
     ] * lines
     assert caplog.messages == told

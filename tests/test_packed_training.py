@@ -350,7 +350,7 @@ REFUSED = {
     "layers without attention": (
         Lfm2ForCausalLM,
         Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
-        "Lfm2ForCausalLM has layers without attention or with one of their own (conv)",
+        "Lfm2ForCausalLM has layers without full or sliding-window attention (conv)",
     ),
     "attention sinks": (
         GptOssForCausalLM,
@@ -370,12 +370,12 @@ REFUSED = {
     "dropped arguments": (
         StableLmForCausalLM,
         StableLmConfig(**{**SIZE, "head_dim": None}),
-        "StableLmAttention is not told which rows are packed",
+        "StableLmAttention does not get `packed_rows`",
     ),
     "attention dropout": (
         LlamaForCausalLM,
         LlamaConfig(**SIZE, attention_dropout=0.1),
-        "`attention_dropout=0.1` drops other tokens for each row: load the model with `attention_dropout=0.0`",
+        "`attention_dropout=0.1` drops different tokens in each row: load the model with `attention_dropout=0.0`",
     ),
 }
 
@@ -410,7 +410,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
         make(per_device_train_batch_size=1, steps_per_generation=4)
     with pytest.raises(ValueError, match="set `torch_compile=False`"):
         make(torch_compile=True)
-    with pytest.raises(ValueError, match="virtual tokens stand before every row: train LoRA"):
+    with pytest.raises(ValueError, match="virtual tokens precede every row: train LoRA"):
         make(peft_config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="`packed_token_budget=0` must be at least 1, or None"):
         make(packed_token_budget=0)

@@ -12,7 +12,7 @@ from commands import EXAMPLES
 
 from trl_explore.cli import main
 from trl_explore.compare.folder import ComparisonFolder
-from trl_explore.compare.quickstart import FAST, NUM_SEEDS, clear, document, verdicts
+from trl_explore.compare.quickstart import FAST, NUM_SEEDS, difference_text, document, verdicts
 from trl_explore.compare.run import Run
 from trl_explore.compare.settings import read_comparison
 
@@ -77,7 +77,7 @@ def test_it_takes_at_least_four_seeds_and_fast_is_smaller():
     ],
 )
 def test_a_difference_is_called_what_its_interval_allows(difference, text):
-    assert clear(*difference) == text
+    assert difference_text(*difference) == text
 
 
 def test_the_verdict_is_computed_from_the_runs_along_the_curve_and_at_its_end():
@@ -123,7 +123,7 @@ def test_a_second_quickstart_keeps_what_is_there_says_so_and_how_to_start_anew(t
 def test_a_folder_of_other_settings_is_refused(tmp_path, capsys):
     finished(tmp_path / "out", document(**FULL))
     assert main(["quickstart", "--fast", "--output_dir", str(tmp_path / "out")]) == 2
-    assert "holds another comparison: budget.tokens: 60000.0 there, 3000.0 now" in capsys.readouterr().err
+    assert "holds another comparison: budget.tokens: 60000.0 in the folder, 3000.0 now" in capsys.readouterr().err
 
 
 def test_no_process_is_not_a_number_of_processes(capsys):

@@ -159,10 +159,10 @@ GARBAGE = [
 
 
 def test_garbage_is_wrong_and_neither_raises_nor_hangs():
-    start = time.monotonic()
+    start = time.process_time()
     assert accuracy_reward(GARBAGE, solution=["42"] * len(GARBAGE)) == [0.0] * len(GARBAGE)
     assert format_reward(GARBAGE)[-1] == 1.0
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 20  # usually 3 seconds of CPU time; a hang takes minutes
 
 
 def test_rewards_work_outside_the_main_thread_where_signals_do_not():

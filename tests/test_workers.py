@@ -75,12 +75,21 @@ def test_a_job_that_raises_ends_in_a_sentence_and_the_others_save_what_they_have
 
 def test_a_process_that_is_killed_ends_in_a_sentence_and_the_others_save_what_they_have(tmp_path):
     file = tmp_path / "file"
-    sentence = "^the process of job 9 was killed, as a system does that runs out of memory$"
+    sentence = "^the process of job 9 was killed, probably because the machine ran out of memory$"
     with pytest.raises(WorkerFailed, match=sentence):
         with Workers(2) as workers:
             list(workers.do([*jobs(until_hung_up, str(file)), *jobs(end_by_signal, signal.SIGKILL.value)]))
     assert file.read_text() == "saved"
     assert death(-15) == "was ended by signal 15" and death(3) == "ended with exit code 3"
+
+
+def test_no_notice_of_saved_runs_after_the_jobs_were_killed(capsys):
+    with pytest.raises(KeyboardInterrupt):
+        with Workers(1), Workers(1) as workers:
+            for _ in workers.do(jobs(stubborn, 1)):
+                workers.kill()
+                raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
 
 
 def test_a_second_ctrl_c_waits_for_nothing(capsys):

@@ -18,8 +18,8 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
     changes with respect to GRPO, per generation batch:
 
     1. Every main row is the first trajectory of a tree. Each of `num_rounds` rounds chooses `num_expansions` random
-       nodes of the tree: the root, or any turn except the last one of a trajectory. Each is continued to one more
-       trajectory.
+       nodes of the tree: the root, or any turn except the last one of a trajectory. From each of these nodes, one
+       more trajectory is sampled.
     2. All leaves are training rows, including the turns that they share.
     3. The advantage of a leaf is its advantage among all leaves of the prompt, plus `intra_weight` times its advantage
        among the leaves of its tree (section 3.3).

@@ -29,14 +29,14 @@ class AgentTreeGRPOConfig(ExplorationConfig):
     Args:
         num_expansions (`int`, *optional*, defaults to `2`):
             Number of nodes per tree and round (N) from which another trajectory is sampled, at least 0. 0 is GRPO.
-            Nodes are drawn at random, with replacement, from the root and all turns except the last turn of each
+            Nodes are chosen at random, with replacement, from the root and all turns except the last turn of each
             trajectory.
         num_rounds (`int`, *optional*, defaults to `1`):
             Number of rounds of expansion (L), at least 1. A later round may also expand branches. Each round is one
             more sampling call. With more than one round, the states of the branches' environments are kept, too.
         leaves_per_tree (`int`, *optional*):
             Number of leaves per tree that are trained, at least 2. None: all leaves are trained. The main row is
-            always one of them. The others are drawn at random.
+            always one of them. The others are chosen at random.
         intra_weight (`float`, *optional*, defaults to `1.0`):
             Weight of a leaf's advantage inside its tree, at least 0. Its advantage among all leaves of the prompt has
             weight 1. With 0, the same rows are only compared in the prompt. Use 0 as the control in a comparison.

@@ -14,7 +14,7 @@ CHECKS = (
     at_least(0, "min_fork_distance", optional=True, words=" tokens, or None for a sixteenth of a completion"),
     at_least(1, "step_length", optional=True, words=" token, or None for `step_delimiters`"),
     one_of("fork_selection", SELECTIONS),
-    within("influence_quantile", low=0, high=1, words="be in [0, 1]; 0 takes the first steps"),
+    within("influence_quantile", low=0, high=1, words="be in [0, 1]; with 0, the first steps are forked"),
     within("success_threshold"),
 )
 
@@ -58,8 +58,8 @@ class AttnRLConfig(ExplorationConfig):
             Share of a completion's steps that have too little influence to be forked, in [0, 1]. With a higher
             quantile, fewer steps can be forked, and they have more influence.
         attention_layers (`list[int]`, *optional*):
-            Layers whose attention is read: the first, and the one after the last, for example `[8, 16]`. None: all
-            layers.
+            Layers whose attention is read: the first layer, and the layer after the last one. `[8, 16]` reads the
+            layers 8 to 15. None: all layers.
         adaptive_sampling (`bool`, *optional*, defaults to `True`):
             Fork fewer chains of prompts that are solved often: `ceil(G exp(-accuracy))` of G chains. Chains with the
             rarer outcome are forked first. A prompt that all chains solve is forked only if its influence is above the

@@ -166,18 +166,23 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 environment_factory=environment_factory,
             )
         keep_learned_prompt(self.model)
-        # Methods draw from this generator, one per process. The global one samples the main rows as GRPO does, so a
-        # method must not draw from it.
+        # Methods take random numbers from this generator, one per process. GRPO samples the main rows with the global
+        # generator, so a method must not use that one.
         self.exploration_generator = torch.Generator().manual_seed(args.seed + 7919 * (args.process_index + 1))
         self.saving.attach()
         if self.serving is not None:
             self.serving.check(self.longest_prompt())
         if args.shared_prefix_training != "off":
-            refused = {"vision": self._is_vlm, "router_loss": self.aux_loss_enabled}
-            self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
+            self.packing.enable(
+                ref_model=self.ref_model,
+                longest_prompt=self.longest_prompt,
+                vision=self._is_vlm,
+                router_loss=self.aux_loss_enabled,
+            )
         check_success_reward(args.success_reward, self.reward_func_names)
         if self._is_vlm:
-            check_vision(type(self).__name__, args, taken=self.samples_as_grpo(args) and requires.vision)
+            is_supported = self.samples_as_grpo(args) and requires.vision
+            check_vision(type(self).__name__, args, is_supported=is_supported)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, TrainerToolLoop(self, loop=loop, encode_answers=encode_answers))
@@ -557,7 +562,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         return result
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        # With vLLM, TRL takes `num_generations` consecutive rows as one prompt. A `budget` changes these numbers.
+        # With vLLM, TRL takes `num_generations` consecutive rows as one prompt. With a `budget`, prompts have
+        # different numbers of rows, so pass each row as a prompt.
         size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
         sample_turn = partial(
             super()._generate_single_turn,

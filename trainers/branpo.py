@@ -19,12 +19,12 @@ class BranPOTrainer(ExplorationTrainer):
     Method of [Training Multi-Turn Search Agent via Contrastive Dynamic Branch
     Sampling](https://huggingface.co/papers/2602.03719). What changes with respect to GRPO, per generation batch:
 
-    1. After the trajectories of a prompt are scored, other endings are sampled for each: first from before its last
-       response, then from before the response before that. The depth and the number of endings depend on its reward
-       and on the accuracy of its group. The first ending with the other outcome becomes one more row. 2. The shared
-       prefix gets the mean reward of both endings, compared with the other prefixes of the prompt. Each ending
-       (suffix) is compared with all suffixes of the prompt. The row of a branch trains its suffix only. 3. If a
-       successful trajectory took more turns than the others of its group, the method looks for a shorter ending
+    1. After the trajectories of a prompt are scored, other endings are sampled for each: first without its last
+       response, then without its last two responses, and so on. The depth and the number of endings depend on its
+       reward and on the accuracy of its group. The first ending with the other outcome becomes one more row.
+    2. The shared prefix gets the mean reward of both endings, compared with the other prefixes of the prompt. Each
+       ending (suffix) is compared with all suffixes of the prompt. The row of a branch trains its suffix only.
+    3. If a successful trajectory took more turns than the others of its group, the method looks for a shorter ending
        instead. If it finds one, the turns after the fork are not reinforced.
 
     If no branch of a batch is kept, the parameters equal GRPO's bit for bit. The loss is one mean over main rows

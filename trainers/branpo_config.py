@@ -49,13 +49,13 @@ class BranPOConfig(ExplorationConfig):
             Largest depth of branches in groups whose accuracy is 1, at least 1.
         branch_selection (`str`, *optional*, defaults to `"tail"`):
             Starts of branches: `"tail"` or `"random"`. With `"tail"`, branches start before the last responses.
-            `"random"` is the control for a comparison: branches start before the same number of responses, drawn from
-            the whole trajectory, so they are longer. Branches that look for a shorter way then start before any
-            response except the last. The environments' states are then kept for all turns.
+            `"random"` is the control for a comparison: branches start before the same number of responses, chosen at
+            random from the whole trajectory, so they are longer. The branches of `redundancy_tries` then start before
+            any response except the last. The environments' states are then kept for all turns.
         redundancy_tries (`int`, *optional*, defaults to `5`):
-            Number of branches that look for a shorter way than a long success took. They start before the penultimate
-            response (section 4.4). A larger number finds a shorter way more often. With 0, redundant steps are not
-            masked.
+            Number of branches that try to succeed with fewer responses than a long success. They start before the
+            penultimate response (section 4.4). A larger number finds a shorter success more often. With 0, redundant
+            steps are not masked.
         accuracy (`str`, *optional*, defaults to `"mean"`):
             Accuracy of a group: `"mean"` or `"share"`. `"mean"` is the mean of the initial rewards that decide about
             success, as in the paper. `"share"` is the share of successes, as in the authors' code.
@@ -121,7 +121,8 @@ class BranPOConfig(ExplorationConfig):
                 _check_integer(f"{name}[{i}]", value, 1)
         if self.eval_interaction_limit is not None:
             _check_integer("eval_interaction_limit", self.eval_interaction_limit, 1)
-        if len(steps) != max(len(limits or []) - 1, 0) or sorted(set(steps)) != steps:
+        num_steps = max(len(limits or []) - 1, 0)
+        if len(steps) != num_steps or steps != sorted(set(steps)):
             raise ValueError(
                 f"`interaction_limit_steps={self.interaction_limit_steps}` with `interaction_limits={limits}`: give "
                 "one step, in ascending order, for every limit except the first."

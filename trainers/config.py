@@ -53,10 +53,12 @@ def within(
     def check(args: GRPOConfig) -> None:
         for name in names:
             value = getattr(args, name)
-            try:
-                fits = optional if value is None else low <= value <= high and value > above
-            except TypeError:  # it is no number
-                fits = False
+            fits = optional
+            if value is not None:
+                try:
+                    fits = above < value and low <= value <= high
+                except TypeError:  # it is no number
+                    fits = False
             if not fits:
                 raise ValueError(f"`{name}={value!r}` must {words}.")
 
@@ -112,13 +114,16 @@ def read_options(given: Any) -> Any:
 
 def check_auto(args: "ExplorationConfig") -> None:
     """Raise ValueError if a field of `explore="auto"` has no effect, or another field contradicts it."""
-    for name in ("explorers", "explorer_options"):
-        value = getattr(args, name)
-        if value is not None and args.explore != "auto" and (name == "explorers" or not args.explores_unsolved):
-            raise ValueError(
-                f"`{name}={value!r}` has no effect with `explore={args.explore!r}`: set `explore='auto'`, or leave it "
-                "out."
-            )
+    unused = []
+    if args.explorers is not None and args.explore != "auto":
+        unused.append("explorers")
+    if args.explorer_options is not None and not args.explores_unsolved:
+        unused.append("explorer_options")
+    for name in unused:
+        raise ValueError(
+            f"`{name}={getattr(args, name)!r}` has no effect with `explore={args.explore!r}`: set `explore='auto'`, "
+            "or leave it out."
+        )
     if args.explores_unsolved and args.explore_share_end < 1:
         raise ValueError(
             f"`explore_share_end={args.explore_share_end}` has no effect with `explore={args.explore!r}`, which "
@@ -261,8 +266,9 @@ class ExplorationConfig(GRPOConfig):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
             trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
-            Factor of the sums of contrast and of tokens of a source (an explorer, or GRPO's own rows) before new rows
-            are added, in (0, 1]. With a smaller factor, `explore="auto"` follows the policy faster. 1 forgets nothing.
+            Factor by which `explore="auto"` multiplies the earlier contrast and tokens of a source (an explorer, or
+            GRPO's own rows) before it adds those of a batch, in (0, 1]. With a smaller factor, it follows the policy
+            faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.
@@ -497,7 +503,7 @@ class ExplorationConfig(GRPOConfig):
                 f"{field} splits packed rows, but `shared_prefix_training='off'` packs none: set that to 'on' or "
                 "'auto', or leave `packed_token_budget` out."
             )
-        if budget <= completion:  # a prompt has a token; how long prompts are shows when they are tokenised
+        if budget <= completion:  # a prompt has at least one token; its length is checked after tokenization
             raise ValueError(
                 f"{field} cannot hold a prompt and `max_completion_length={completion}` tokens: set it to at least "
                 f"{completion} plus the longest prompt, or lower `max_completion_length`."
@@ -514,9 +520,9 @@ def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     upgraded = object.__new__(config_class)
     for f in fields(config_class):
         if f.default is not MISSING:
-            vars(upgraded)[f.name] = f.default
+            setattr(upgraded, f.name, f.default)
         elif f.default_factory is not MISSING:
-            vars(upgraded)[f.name] = f.default_factory()
+            setattr(upgraded, f.name, f.default_factory())
     vars(upgraded).update(vars(args))
     upgraded.validate()
     return upgraded

@@ -43,7 +43,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     @property
     def estimator(self) -> SuccessEstimator:
-        """The estimator of which pivots have a successful branch."""
+        """Estimator of the probability that a pivot has a successful branch."""
         assert isinstance(self.branch_explorer, PivotExplorer)
         return self.branch_explorer.estimator
 

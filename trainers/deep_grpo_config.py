@@ -40,8 +40,8 @@ class DeepGRPOConfig(ExplorationConfig):
             Number of branches per pivot (K), at least 2. A larger number recovers more failures and gives a more
             precise baseline. The cost is proportional to it.
         num_pivots (`int`, *optional*, defaults to `1`):
-            Number of pivots per failed completion, at least 1. They are drawn without replacement. The cost is
-            proportional to it.
+            Number of pivots per failed completion, at least 1. All of them are different. The cost is proportional
+            to it.
         aux_loss_weight (`float`, *optional*, defaults to `1.0`):
             Weight of the branches' loss (lambda), at least 0. With 0, the update is plain GRPO's, and the pivots are
             only measured.
@@ -58,10 +58,10 @@ class DeepGRPOConfig(ExplorationConfig):
             Texts that end a segment with `segmentation="delimiter"`. More texts give more pivots to choose from.
         min_remaining_tokens (`int`, *optional*):
             Smallest token budget of a branch, from 1 to `max_completion_length`. Pivots that leave a smaller budget
-            are not drawn. None: a tenth of `max_completion_length`.
+            are not chosen. None: a tenth of `max_completion_length`.
         pivot_selection (`str`, *optional*, defaults to `"utility"`):
             Distribution of pivots: `"utility"`, `"uniform"` or `"root"`. `"utility"` is Eq. 1. The other two are
-            controls for a comparison. `"uniform"` draws any start of a segment. `"root"` samples the whole completion
+            controls for a comparison. `"uniform"` takes any start of a segment. `"root"` samples the whole completion
             again, with the same number of branches.
         branch_from (`str`, *optional*, defaults to `"failures"`):
             Completions that get branches: `"failures"`, `"failed_groups"` or `"all"`. `"failures"` are all failed
@@ -69,7 +69,7 @@ class DeepGRPOConfig(ExplorationConfig):
             the successes (the paper's expand-all ablation).
         max_pivots_per_batch (`int`, *optional*):
             Largest number of pivots per generation batch over all processes, at least 1. None: no limit. It limits the
-            cost of a step. The first pivots of all completions come before the second of any.
+            cost of a step. Every completion gets its first pivot before any completion gets a second one.
         estimator_buffer_size (`int`, *optional*, defaults to `10000`):
             Number of newest outcomes that the success estimator is fitted to, at least 1. With a larger buffer, the
             estimate changes more slowly and is more precise.

@@ -69,8 +69,8 @@ class EvolRLTrainer(ExplorationTrainer):
         answers = [answer_key(text) for text in texts]
         deciding = self.ranks.local(self.scorer.success(rewards_per_func))
         known, right = self._classes(answers, deciding)
-        similarity = [torch.eye(0)] * (len(texts) // size)
-        novelty = [0.0 if own else math.nan for own in known]
+        similarity = [torch.eye(0)] * (len(texts) // size)  # an empty matrix for groups without novelty
+        novelty = [0.0 if has_class else math.nan for has_class in known]
         rewards: list[float] = []
         for g in range(0, len(texts), size):
             rows = [row for row in range(g, g + size) if known[row]]
@@ -82,10 +82,10 @@ class EvolRLTrainer(ExplorationTrainer):
                     found = shuffled_in_classes(found, of_class, generator=self.exploration_generator)
                 for row, value in zip(rows, found, strict=True):
                     novelty[row] = value
-            group = novelty[g : g + size] if len(rows) > 1 else [math.nan] * size
-            rewards += band_rewards(group, right[g : g + size], width=args.novelty_band)
+            of_group = novelty[g : g + size] if len(rows) > 1 else [math.nan] * size
+            rewards += band_rewards(of_group, right[g : g + size], width=args.novelty_band)
         if args.correctness == "reward":
-            rewards = [reward if k else math.nan for k, reward in zip(known, rewards, strict=True)]
+            rewards = [reward if has_class else math.nan for has_class, reward in zip(known, rewards, strict=True)]
         self._columns = {
             "answer": ["" if answer is None else str(answer) for answer in answers],
             "novelty": novelty,
@@ -125,6 +125,7 @@ class EvolRLTrainer(ExplorationTrainer):
         num_votes = 0  # groups with at least two answers
         for g in range(0, len(known), size):
             num_votes += sum(known[g : g + size]) > 1
+        # Similarities above the diagonal, so that each pair counts once.
         pairs = [matrix[torch.ones_like(matrix).triu(1).bool()] for matrix in similarity]
         total = self.ranks.summed(
             {

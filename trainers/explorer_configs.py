@@ -40,8 +40,8 @@ class HintConfig(ExplorationConfig):
         hint_samples (`int`, *optional*, defaults to `4`):
             Number of completions per hint.
         hint_loss (`str`, *optional*, defaults to `"plain"`):
-            Prompt with which a completion is trained that was sampled with a hint in its prompt. `"hinted"`: the
-            prompt with the hint. `"plain"`: the original prompt. The advantage of a token is then multiplied by its
+            Prompt in training, for completions that were sampled with a hint in their prompt. `"hinted"`: the prompt
+            with the hint. `"plain"`: the original prompt. The advantage of a token is then multiplied by its
             probability without the hint, divided by its probability with the hint. With `hint_fractions`, the prompt
             is always the original one, and this field has no effect.
         hint_ratio_cap (`float`, *optional*, defaults to `1.0`):

@@ -22,6 +22,14 @@ NOT_FOLLOWED = {
     "count_bonus",
     "trained_generations",
 }
+# Types of values that a field of a declared type accepts, if they are more than the declared type.
+ACCEPTED: dict[Any, Any] = {
+    float: (float, int),
+    list: (list, tuple),
+    tuple: (list, tuple),
+    Sequence: (list, tuple),
+    dict: Mapping,
+}
 
 
 class OwnOptions:
@@ -52,6 +60,7 @@ class OwnOptions:
         if entry.has_own_advantages:
             # The trainer's `advantage` only changes GRPO's rows.
             values["advantage"], values["advantage_weights"] = "grpo", None
+        # Do not call the constructor: it would compute fields again that have their final values already.
         self.args = object.__new__(ExplorationConfig)
         self.args.__dict__.update({**values, **entry.defaults, **given})
         try:
@@ -165,20 +174,12 @@ def _has_type(value: Any, hint: Any) -> bool:
     if isinstance(hint, UnionType):
         kinds = get_args(hint)
     for kind in kinds:
-        plain = get_origin(kind) or kind
+        plain: Any = get_origin(kind) or kind
         if plain is Any:
             return True
-        if isinstance(value, bool) or plain is bool:
-            if plain is bool and isinstance(value, bool):
+        if isinstance(value, bool):
+            if plain is bool:
                 return True
-        elif plain is float and isinstance(value, int):
-            return True
-        elif plain in (list, tuple, Sequence):
-            if isinstance(value, list | tuple):
-                return True
-        elif plain in (dict, Mapping):
-            if isinstance(value, Mapping):
-                return True
-        elif isinstance(value, plain):
+        elif isinstance(value, ACCEPTED.get(plain, plain)):
             return True
     return False

@@ -79,17 +79,16 @@ class GradientGuided(ExplorationTrainer):
         novelty = novelty_scores(features, mapped, size)
         if args.novelty_scores == "shuffled":
             novelty = novelty._replace(nu=self._shuffled(novelty.nu, novelty.valid))
-        enough = mixed_enough(
+        is_mixed = mixed_enough(
             deciding, size, min_correct=args.min_correct, min_wrong=args.min_wrong, threshold=args.success_threshold
         )
-        nu_bar = transform_novelty(novelty.nu, size, args.novelty_transform, valid=novelty.valid)
-        shaped = shape_rewards(
-            mapped, nu_bar, weight=args.novelty_weight, clip=args.reward_clip, rows=novelty.valid & enough
-        )
+        is_shaped = novelty.valid & is_mixed
+        scores = transform_novelty(novelty.nu, size, args.novelty_transform, valid=novelty.valid)
+        shaped = shape_rewards(mapped, scores, weight=args.novelty_weight, clip=args.reward_clip, rows=is_shaped)
         for name, value in geometry(features, size, novelty).items():
             self.log_metric(f"geometry/{name}", value)
         self._novelty = novelty.nu
-        self.log_metric("geometry/unshaped_rows", (~(novelty.valid & enough)).sum().item())
+        self.log_metric("geometry/unshaped_rows", (~is_shaped).sum().item())
         self.log_metric("geometry/feature_seconds", self.features.seconds)
         return as_columns(shaped, rewards_per_func, self.reward_weights)
 

@@ -48,13 +48,13 @@ class G2RLConfig(ExplorationConfig):
             Smallest reward of a correct completion. The reward is the total reward, or the reward of `success_reward`
             if that is set. If all rewards of a group are equal, `"scaled"` maps them to +1 or -1 by this threshold.
         reward_clip (`float`, *optional*, defaults to `3.0`):
-            Largest absolute value of a shaped reward, at least 1. It has no effect if lambda is at most 2.
+            Largest absolute value of a shaped reward, at least 1. The default has no effect if lambda is at most 2.
         min_correct (`int`, *optional*, defaults to `0`):
-            Smallest number of correct completions of a group whose rewards are shaped. With 0 (as in the paper), only
-            novelty ranks the completions of groups that are all wrong. With 1, the rewards of these groups are not
-            changed.
+            Number of correct completions that a group needs for its rewards to be shaped. With 0 (as in the paper),
+            only novelty ranks the completions of groups that are all wrong. With 1, the rewards of these groups are
+            not changed.
         min_wrong (`int`, *optional*, defaults to `0`):
-            Smallest number of wrong completions of a group whose rewards are shaped. With 0 (as in the paper), only
+            Number of wrong completions that a group needs for its rewards to be shaped. With 0 (as in the paper), only
             novelty ranks the completions of groups that are all correct, with the same weight as any other difference.
             With 1, the rewards of these groups are not changed.
     """

@@ -38,7 +38,6 @@ class GeometryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, *, every: int = 1) -> None:
-
         if every < 1:
             raise ValueError(f"`every={every}` must be at least 1 generation batch.")
         if isinstance(trainer, ExplorationTrainer) and trainer.features is not None:
@@ -49,7 +48,7 @@ class GeometryCallback(TrainerCallback):
         self.trainer, self.every, self.num_batches = trainer, every, 0
         self.features = FeaturePass(trainer)
         self.features.check_head()
-        self._end: Callable[[], None] = lambda: None
+        self._end: Callable[[], None] = lambda: None  # ends the watch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # TRL shuffles the rows after it has scored them. So watch the scoring, where groups are still together.
@@ -71,8 +70,8 @@ class GeometryCallback(TrainerCallback):
         loss_mask = output["completion_mask"] * output.get("tool_mask", 1)
         prompts, completions, masks = [], [], []
         for row in range(len(prompt_mask)):
-            # TRL masks all tokens of a truncated completion. Keep one token, so that the row exists, but does not
-            # count.
+            # TRL masks all tokens of a truncated completion, so its length is 0 here. Keep one token, so that the row
+            # exists. It does not count, because its loss mask is 0.
             length = max(1, int(completion_mask[row].sum()))
             prompts.append(output["prompt_ids"][row][prompt_mask[row]].tolist())
             completions.append(output["completion_ids"][row][:length].tolist())

@@ -50,12 +50,15 @@ class GiGPOTrainer(ExplorationTrainer):
         args, size = self.args, self.num_generations
         if args.step_weight == 0:
             return advantages
+        prompt_ids, completion_ids = row_tokens(output)
         masks = loss_mask(output).tolist()
-        steps = [shown_tokens(*row) for row in zip(*row_tokens(output), masks, strict=True)]
+        steps = []  # first token, end and state of each step of each row
+        for row_ids_and_mask in zip(prompt_ids, completion_ids, masks, strict=True):
+            steps.append(shown_tokens(*row_ids_and_mask))
         rewards = self.ranks.local(self.scorer.totals()).tolist()
         shown = []  # tokens before each step of each row
         for spans in steps:
-            shown.append([before for *_, before in spans])
+            shown.append([before for _, _, before in spans])
         states: list[list[int]] = []
         self._steps = []
         for g in range(0, len(steps), size):

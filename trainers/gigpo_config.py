@@ -13,7 +13,7 @@ CHECKS = (
     one_of("step_scale", SCALES),
     one_of("step_states", STATES),
     within("step_weight", low=0, words="be at least 0 (only advantages of trajectories, as in GRPO) and finite"),
-    within("step_discount", above=0, high=1, words="be in (0, 1]; with 1, shorter ways are not preferred"),
+    within("step_discount", above=0, high=1, words="be in (0, 1]; with 1, shorter trajectories are not preferred"),
     within("state_similarity", above=0, high=1, optional=True, words="be in (0, 1], or None for equal texts only"),
 )
 
@@ -32,14 +32,15 @@ class GiGPOConfig(ExplorationConfig):
             Weight of a step's advantage (omega in Eq. 8), at least 0. The advantage of its trajectory has weight 1. 0
             is GRPO.
         step_discount (`float`, *optional*, defaults to `0.95`):
-            Discount factor of the reward per step before the end (gamma in Eq. 5), in (0, 1]. With a higher value,
-            early steps get more of the reward, and shorter ways are preferred less. With 1, they are not preferred.
+            Factor by which the reward decreases with each step before the end (gamma in Eq. 5), in (0, 1]. With a
+            higher value, early steps get more of the reward, and shorter trajectories are preferred less. With 1, they
+            are not preferred.
         step_scale (`str`, *optional*, defaults to `"group"`):
             Scale of the returns of a state: `"group"` divides them by their deviation, `"none"` does not. The
             advantage of the trajectory follows TRL's `scale_rewards`.
         state_similarity (`float`, *optional*):
-            Share of matching characters from which two states count as one, in (0, 1]. With a higher share, fewer
-            states are merged. None: only equal states are merged. Use it for observations that are rarely the same,
+            Two states count as one if at least this share of their characters matches, in (0, 1]. With a higher share,
+            fewer states are merged. None: only equal states are merged. Set it if observations are rarely the same,
             such as search results. The authors use 0.9.
         step_states (`str`, *optional*, defaults to `"shown"`):
             States of steps: `"shown"` or `"shuffled"`. `"shuffled"` is the control for a comparison: the states of a

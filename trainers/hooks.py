@@ -366,15 +366,15 @@ class Hooks:
         own = type(self)
         explores = self.explorer is not None or own.make_explorer != Hooks.make_explorer
         branches = self.branch_explorer is not None or own.make_branch_explorer != Hooks.make_branch_explorer
-        kind = type(self.branch_explorer) if self.branch_explorer is not None else BranchExplorer
-        samples_more = kind.rollout != BranchExplorer.rollout
+        samples_more = credits_main_rows = False
+        if self.branch_explorer is not None:
+            samples_more = type(self.branch_explorer).rollout != BranchExplorer.rollout
+            credits_main_rows = self.branch_explorer.credits_main_rows
         hooks = {
             "rollout": explores or samples_more or own.rollout != Hooks.rollout,
             "shape_rewards": own.shape_rewards != Hooks.shape_rewards,
             "search": branches or own.search != Hooks.search,
-            "assign_advantages": explores
-            or (self.branch_explorer is not None and self.branch_explorer.credits_main_rows)
-            or own.assign_advantages != Hooks.assign_advantages,
+            "assign_advantages": explores or credits_main_rows or own.assign_advantages != Hooks.assign_advantages,
             "extra_streams": branches or own.extra_streams != Hooks.extra_streams,
         }
         return [name for name, changed in hooks.items() if changed]

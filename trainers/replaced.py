@@ -1,4 +1,4 @@
-"""Detect replacements by a user after a trainer is made: of data, arguments, and attributes that TRL reads later."""
+"""Detect data, arguments and attributes of a trainer that a user replaces after the trainer is made."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ class Replaced:
             for part in PARTS:
                 trainer.__dict__.pop(part, None)  # a cached property: it is made again when it is used
         new_data = trainer.train_dataset is not self.data
-        self.given["train_dataset"] = trainer.train_dataset if new_data else None
+        self.given["train_dataset"] = trainer.train_dataset if new_data else None  # None: do not check it again
         self.given["rollout_func"] = trainer.rollout_func
         check_arguments(type(trainer).__name__, trainer.requirements(self.args), self.args, **self.given)
         check_success_reward(self.args.success_reward, trainer.reward_func_names)
@@ -95,11 +95,11 @@ class Replaced:
         """Update the arguments by the attributes of the trainer that TRL reads. Called for every generation batch."""
         trainer, args = self.trainer, self.args
         for name, before in self.copied.items():
-            own, given = getattr(trainer, name), getattr(args, name)
-            if own == before and given == before:
+            own, argument = getattr(trainer, name), getattr(args, name)
+            if own == before and argument == before:
                 continue
-            if own == before:
-                self._refuse_argument(name, given)
+            if own == before:  # only the argument changed, and TRL does not read it again
+                self._refuse_argument(name, argument)
             if name == "num_generations" and not self.given["samples_as_grpo"]:
                 raise ValueError(
                     f"`trainer.num_generations` changed from {before} to {own}, but {type(trainer).__name__} is made "

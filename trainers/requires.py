@@ -109,16 +109,16 @@ def check_arguments(
     if args.use_vllm and requires.samples:
         _check_vllm(name, args)
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    who = name
-    cuts = {
+    who, needs_whole_groups = name, requires.whole_groups
+    in_use = {
         "dynamic_sampling": args.dynamic_sampling == "refill",
         "budget": args.budget != "uniform",
         "trained_generations": args.trained_generations is not None,
     }
-    if any(cuts.values()):
-        field = next(name for name, used in cuts.items() if used)
-        who = f"{name} with `{field}={getattr(args, field)!r}`"
-    if (requires.whole_groups or who != name) and rows % args.num_generations:
+    if any(in_use.values()):
+        field = next(field for field, is_used in in_use.items() if is_used)
+        who, needs_whole_groups = f"{name} with `{field}={getattr(args, field)!r}`", True
+    if needs_whole_groups and rows % args.num_generations:
         raise ValueError(
             f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
             f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
@@ -136,7 +136,8 @@ def check_arguments(
 
 def _check_one_limit(args: ExplorationConfig) -> None:
     """Raise a ValueError if GRPO's rows and the rows of explorers would have different limits of tokens."""
-    option, most = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
+    option = "max_tokens" if args.use_vllm else "max_new_tokens"
+    most = args.max_completion_length
     limit = (args.generation_kwargs or {}).get(option, most)
     if limit != most:
         raise ValueError(
@@ -145,10 +146,10 @@ def _check_one_limit(args: ExplorationConfig) -> None:
         )
 
 
-def check_vision(name: str, args: ExplorationConfig, *, taken: bool) -> None:
-    """Raise a ValueError if the trainer does not support vision-language models (`taken`), or if one of its fields
-    does not."""
-    if not taken:
+def check_vision(name: str, args: ExplorationConfig, *, is_supported: bool) -> None:
+    """Raise a ValueError if the trainer does not support vision-language models (`is_supported`), or if one of its
+    fields does not."""
+    if not is_supported:
         raise ValueError(f"{name} does not support vision-language models: pass a text model or use GRPOTrainer.")
     check_text_only(args)
 

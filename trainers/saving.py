@@ -294,14 +294,15 @@ class Saving:
                 f"{checkpoint} was written by another {own}, which kept {sorted(state['method'])} and not "
                 f"{sorted(self.trainer.exploration_state())}: go on with that, or {new_run}."
             )
-        every = self.args.steps_per_generation * self.args.num_iterations
+        num_passes = self.args.steps_per_generation * self.args.num_iterations  # micro-batches per generation batch
         changed = check_changes(
             state["settings"],
             self._settings(),
             checkpoint=checkpoint,
             skips_data=not self.args.ignore_data_skip,
             rollouts_in_use=state["buffered_inputs"] is not None,
-            boundary=every // math.gcd(every, self.args.gradient_accumulation_steps),
+            # Number of optimizer steps after which a step and a generation batch end together.
+            boundary=num_passes // math.gcd(num_passes, self.args.gradient_accumulation_steps),
         )
         if self.accelerator.is_main_process:
             if begins_to_explore:
@@ -322,12 +323,13 @@ class Saving:
         state = self.resumed
         if state is None:
             if any(Path(checkpoint).glob("rng_state*")):
-                lack = "no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
+                content = "no exploration state (it was written by a plain GRPOTrainer): weights and optimizer resume,"
             else:
-                lack = (
-                    "weights alone (`save_only_model=True`): they and the number of steps resume, the optimiser and "
+                content = (
+                    "weights alone (`save_only_model=True`): they and the number of steps resume, the optimizer "
+                    "starts fresh, and"
                 )
-            logger.warning("%s holds %sthe method starts fresh.", checkpoint, lack)
+            logger.warning("%s holds %s the method starts fresh.", checkpoint, content)
             return
         self.trainer.exploration_generator.set_state(state["generator"])
         self.trainer._stream_tokens = state["stream_tokens"]

@@ -32,6 +32,7 @@ CHECKS = (
     within("off_policy_cap", above=0, words="be positive and finite"),
     within("success_threshold"),
 )
+# Slots that each template must contain.
 SLOTS = {
     "sketch_template": ["problem"],
     "next_sketch_template": ["problem", "sketches"],
@@ -64,8 +65,8 @@ class SESAConfig(ExplorationConfig):
             there are fewer and larger sampling calls, and a sketch sees fewer of the others.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
             `two_stage`: sketches that completions see: `"own"` or `"shuffled"`. `"shuffled"` is the control for a
-            comparison: a completion sees a sketch of another prompt from the same place in the list, and every batch
-            exchanges prompts at random. Drafting, rewards and training do not change: a completion is rewarded and
+            comparison: a completion sees the sketch of another prompt with the same index. Every batch exchanges the
+            prompts at random. Drafting, rewards and training do not change: a completion is rewarded and
             trained under its own prompt. Prompts are exchanged within a process, so each process needs at least two
             per generation batch. Equal prompts get sketches of different prompts.
         max_sketch_length (`int`, *optional*, defaults to `64`):

@@ -95,7 +95,7 @@ class Step:
         self.trainer.log_metric("selection/untrained_tokens", total["sampled"] - total["trained"])
         return selected
 
-    def _chosen(self, shaped: torch.Tensor, output: RowDict) -> torch.Tensor:
+    def _choose_trained(self, shaped: torch.Tensor, output: RowDict) -> torch.Tensor:
         """Choose the rows to train by `trained_generations`, and note them in `output`. Return the rewards `(N, F)`,
         with NaN for all other rows."""
         trainer, args = self.trainer, self.trainer.args
@@ -129,8 +129,10 @@ class Step:
             # Rounding leaves tiny advantages in a group of equal rewards. Make them 0, so that the rows are dropped.
             equal = trainer.scorer.equal_reward_rows(shaped, group_size=trainer.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)
-        compared = self._chosen(shaped, output) if trainer.args.trains_some else shaped  # rewards
-        output["advantages"] = trainer.credit.assigned(output, compared, trainer.main_examples)
+        rewards = shaped
+        if trainer.args.trains_some:
+            rewards = self._choose_trained(shaped, output)
+        output["advantages"] = trainer.credit.assigned(output, rewards, trainer.main_examples)
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)

@@ -75,8 +75,8 @@ class TreeGRPOConfig(ExplorationConfig):
         selection (`str`, *optional*, defaults to `"global"`):
             Choice of the next node: `"global"`, `"uct"` or `"random"`. After a completion ended, `"global"` takes the
             best node of the whole tree (Eq. 9). `"uct"` goes down from the root by upper confidence bounds. `"random"`
-            is the control for a comparison: it draws one of the nodes from which `"global"` takes the best, all
-            equally likely. From there, both go down by the same rule until a completion ends.
+            is the control for a comparison: it takes a random node instead of the best one. From there, `"global"` and
+            `"random"` go down by the same rule until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
             Weight of the exploration bonus among siblings (Eq. 8), at least 0. With more weight, siblings with fewer
             visits are tried sooner.
@@ -101,8 +101,8 @@ class TreeGRPOConfig(ExplorationConfig):
         min_expansion_width (`int`, *optional*, defaults to `1`):
             Smallest number of children per node if `width_decay` reduces the width, at least 1.
         width_decay (`int`, *optional*, defaults to `0`):
-            Decrease of the width with depth, at least 0. Its unit is children per `max_tree_depth / expansion_width`
-            levels of depth. With 0, the width is constant. A narrower tree is cheaper.
+            Number of children by which the width decreases after every `max_tree_depth // expansion_width` levels, at
+            least 0. With 0, the width is constant. A narrower tree is cheaper.
         q_temperature (`float`, *optional*, defaults to `1.0`):
             Softness of the clip of a node's value, above 0. The clip is `tanh(value / q_temperature) * q_max` (Eq.
             16). A softer clip gives inner nodes weaker credit.
@@ -122,7 +122,7 @@ class TreeGRPOConfig(ExplorationConfig):
         overlong_penalty (`float`, *optional*, defaults to `1.0`):
             Penalty of a completion of `max_completion_length` tokens, at least 0.
         share_prefix_once (`bool`, *optional*, defaults to `False`):
-            Train a node that several completions share only in the first of them.
+            If several completions share a node, train its tokens only in the first of these completions.
         skip_uniform_trees (`bool`, *optional*, defaults to `True`):
             Do not train trees whose completions are all right or all wrong. Completions that a limit cut off are wrong
             here, with any `incomplete_score`. `False` is the authors' choice: the first steps of trees that are all

@@ -43,12 +43,12 @@ class TreeRLConfig(ExplorationConfig):
             not matter. With `[]`, every token may be forked.
         trained_leaves (`int`, *optional*):
             Number of leaves of a prompt that are trained, at least `num_generations`. All chains are trained, and
-            branches drawn at random up to this number. If no chain succeeded, one successful branch is among them, if
-            there is one. None: all leaves are trained.
+            random branches up to this number. If no chain succeeded but a branch did, one successful branch is among
+            them. None: all leaves are trained.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
-            if that is set. It decides which prompts `explore_prompts="unsolved"` forks, and which branch is trained
-            first. With a higher threshold, more prompts are forked.
+            if that is set. It decides which prompts `explore_prompts="unsolved"` forks, and which branches
+            `trained_leaves` prefers. With a higher threshold, more prompts are forked.
     """
 
     num_rounds: int = 1

@@ -67,5 +67,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # TRL and torch load only when a trainer is asked for: `import trl_explore` and the command line stay quick.
     if name in __all__:
-        return vars(importlib.import_module("trl_explore.trainers"))[name]
+        return getattr(importlib.import_module("trl_explore.trainers"), name)
     raise AttributeError(f"module 'trl_explore' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 MIN_TRL, MAX_TRL = "1.14.2", "2"
-# The last patch release of each minor version with which the tests are run.
+# The versions with which the tests run: the last patch release of each minor version.
 KNOWN_TRL = ("1.14.2", "1.15.0", "1.16.0")
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class Seam:
 
 BASE, SAVING, BACKEND = "trainers/base.py", "trainers/saving.py", "serving/backend.py"
 GRPO, TRAINER = "trl.GRPOTrainer", "transformers.Trainer"
-CLIENT, SERVED = "trl.generation.vllm_client.VLLMClient", "trl.generation.vllm_generation.VLLMGeneration"
+VLLM_CLIENT = "trl.generation.vllm_client.VLLMClient"
+VLLM_BACKEND = "trl.generation.vllm_generation.VLLMGeneration"
 PREFIXES, VLLM = "shared_prefix_training", "use_vllm"
 
 SEAMS = (
@@ -229,17 +230,23 @@ SEAMS = (
     # vLLM. TRL must create its backend through a global name, which we replace, and use a client over HTTP.
     Seam(f"{GRPO}.__init__", BACKEND, order="VLLMGeneration vllm_generation _last_loaded_step", needed_by=VLLM),
     Seam(f"{GRPO}._generate_single_turn", BASE, order="_last_loaded_step vllm_generation", needed_by=VLLM),
-    Seam(f"{SERVED}._init_vllm", BACKEND, takes=("",), uses="vllm_client mode llm", needed_by=VLLM),
-    Seam(f"{SERVED}._iter_named_params", BACKEND, takes=("",), uses="merge_adapter unmerge_adapter", needed_by=VLLM),
+    Seam(f"{VLLM_BACKEND}._init_vllm", BACKEND, takes=("",), uses="vllm_client mode llm", needed_by=VLLM),
     Seam(
-        f"{SERVED}.sync_weights",
+        f"{VLLM_BACKEND}._iter_named_params",
+        BACKEND,
+        takes=("",),
+        uses="merge_adapter unmerge_adapter",
+        needed_by=VLLM,
+    ),
+    Seam(
+        f"{VLLM_BACKEND}.sync_weights",
         BACKEND,
         takes=("",),
         uses="update_named_params _iter_named_params mode",
         needed_by=VLLM,
     ),
     Seam(
-        f"{SERVED}.generate",
+        f"{VLLM_BACKEND}.generate",
         BACKEND,
         takes=("prompts images num_generations profiler",),
         uses="_llm_weights_sleeping enable_sleep_mode structured_outputs_regex generation_kwargs temperature top_p "
@@ -247,12 +254,12 @@ SEAMS = (
         needed_by=VLLM,
     ),
     Seam("trl.generation.vllm_generation.extract_logprobs", BACKEND, takes=("all_outputs",), needed_by=VLLM),
-    Seam(f"{CLIENT}.__init__", BACKEND, uses="session mount base_url", needed_by=VLLM),
-    Seam(f"{CLIENT}._post", BACKEND, takes=("url kwargs",), needed_by=VLLM),
-    Seam(f"{CLIENT}.init_communicator", BACKEND, takes=("device",), needed_by=VLLM),
-    Seam(f"{CLIENT}.update_named_params", BACKEND, takes=("metadata named_params",), needed_by=VLLM),
-    Seam(f"{CLIENT}._start_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
-    Seam(f"{CLIENT}._finish_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}.__init__", BACKEND, uses="session mount base_url", needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}._post", BACKEND, takes=("url kwargs",), needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}.init_communicator", BACKEND, takes=("device",), needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}.update_named_params", BACKEND, takes=("metadata named_params",), needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}._start_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
+    Seam(f"{VLLM_CLIENT}._finish_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
 )
 
 
@@ -302,7 +309,8 @@ def difference(seam: Seam) -> str | None:
         return f"does not use {', '.join(sorted(missing))}"
     if missing := {*seam.keys.split()} - {*_strings(code.co_consts)}:
         return f"does not contain {', '.join(sorted(missing))}"
-    # Python lists the names of a function in the order of their first use. Names of inner functions are not in it.
+    # Python lists the names of a function in the order of their first use, but not the names of inner functions. So
+    # the order of those is not checked.
     places = [code.co_names.index(name) for name in seam.order.split() if name in code.co_names]
     if places != sorted(places):
         return f"uses {seam.order} in another order"
@@ -355,16 +363,17 @@ def moved(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> str | None:
                 changed[seam] = text
     installed = version("trl")
     if not changed:
-        if Version(installed) > Version(KNOWN_TRL[-1]) and not needed_by:
+        # Every run checks the seams without an option, so warn only then.
+        if not needed_by and Version(installed) > Version(KNOWN_TRL[-1]):
             logger.warning(
-                "trl %s is newer than the tested versions, %s; the parts of it that the trainers use are unchanged",
+                "trl %s is newer than %s, the newest tested version; the parts that the trainers use are unchanged",
                 installed,
                 KNOWN_TRL[-1],
             )
         return None
     differences = "; ".join(f"`{seam.path}` {text}" for seam, text in changed.items())
-    first = max((seam.since for seam in changed), key=Version)
-    known = [name for name in KNOWN_TRL if Version(name) >= Version(first)]
+    all_exist_since = max(Version(seam.since) for seam in changed)
+    known = [name for name in KNOWN_TRL if Version(name) >= all_exist_since]
     return (
         f"trl {installed} with transformers {version('transformers')} is not what trl-explore relies on: "
         f"{differences}. Known to work: trl {', '.join(known)}"

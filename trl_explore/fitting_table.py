@@ -1,17 +1,17 @@
-"""Tables for a terminal, none of whose cells wrap."""
+"""Tables for a terminal. If a table is too wide, it is split into several tables, so that its cells need not wrap."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHORTEST_NAME = 12  # columns that a name in the first column always has
+SHORTEST_NAME = 12  # characters per line that the names in the first column always get
 
 
 @dataclass(frozen=True)
 class FittingTable:
     """
-    A table as wide as the console that prints it: columns that do not fit go into further tables below.
+    A table that fits the console: columns that do not fit go into further tables below.
 
     Every table begins with the first column, which names the rows.
 
@@ -30,13 +30,14 @@ class FittingTable:
     options: dict[str, Any] | None = None
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        columns, room = list(range(1, len(self.titles))), options.max_width
+        room = options.max_width
+        columns = list(range(1, len(self.titles)))
         whole = self._table(columns, [row[0] for row in self.rows], self.titles)
         if _width(whole, console) <= room:
             yield whole
             return
         while columns:
-            count = len(columns)
+            count = len(columns)  # of this table: as many columns as fit, but at least one
             while count > 1 and _width(self._narrow(columns[:count]), console) > room:
                 count -= 1
             table = self._narrow(columns[:count])
@@ -45,7 +46,8 @@ class FittingTable:
             columns = columns[count:]
 
     def _narrow(self, columns: Sequence[int], excess: int = 0) -> Any:
-        """Return `columns` as a table with wrapped titles, and with names that are shorter by `excess`."""
+        """Return `columns` as a table with wrapped titles. Wrap the names too, so that the table is narrower by
+        `excess` characters."""
         names = [row[0] for row in self.rows]
         if excess:
             most = max(SHORTEST_NAME, _longest_line(names) - excess)
@@ -64,7 +66,7 @@ class FittingTable:
         for column in columns:
             table.add_column(titles[column], justify="right", no_wrap=True)
         for name, row in zip(names, self.rows, strict=True):
-            # Names of arms and data sets are no markup.
+            # A `Text` is printed as it is. In a string, rich would read brackets in a name as markup.
             table.add_row(Text(name), *(Text(row[column]) for column in columns))
         return table
 

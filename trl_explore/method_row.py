@@ -13,10 +13,10 @@ def _no_options(task: Any) -> dict[str, Any]:
 
 
 class Remark(NamedTuple):
-    """Remark on the logged metrics of a run, with their values, and the page that explains it."""
+    """Remark on the metrics of a run."""
 
-    text: str
-    link: str
+    text: str  # a sentence with the values of the metrics
+    link: str  # page that explains the remark
 
 
 def _no_remarks(ends: Mapping[str, float]) -> list[Remark]:
@@ -53,11 +53,11 @@ class Method:
     remarks: Callable[[Mapping[str, float]], list[Remark]] = _no_remarks
 
     def logs_alone(self, name: str) -> bool:
-        """Return whether only this method logs the metric: neither GRPO nor a field of all trainers logs it."""
+        """Return whether only this method logs the metric, and neither GRPO nor all trainers do."""
         if self.plain or "/" not in name:
             return False
-        streams = [known.removesuffix("...") for known in self.metrics if known.endswith("/...")]
-        return name in self.metrics or any(name.startswith(stream) for stream in streams)
+        prefixes = [known.removesuffix("...") for known in self.metrics if known.endswith("/...")]
+        return name in self.metrics or any(name.startswith(prefix) for prefix in prefixes)
 
     @property
     def trainer_class(self) -> Any:

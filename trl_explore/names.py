@@ -15,7 +15,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
+# Entry of a docstring under `Args:`: a name, its type in brackets, and indented lines with the description.
 ENTRY = re.compile(r"^ {4}(\w+) \((.+)\):\n((?: {8}.+\n?)+)", re.MULTILINE)
+# Markup that help texts leave out: a link such as [`~trl.GRPOConfig`], of which the last name is kept, or a backtick.
 MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
 # Usual names of the column with the questions, in many data sets. The most frequent name comes first.
 QUESTION_COLUMNS = ("prompts", "question", "problem", "instruction", "query", "input", "text", "task", "goal")
@@ -51,9 +53,10 @@ def import_named(
         kind (`str`):
             `"function"`, `"class"` or `"task"`, for error messages.
         is_one (`Callable`):
-            Tells whether an object of the module is of this kind. Error messages list these objects.
+            Returns whether an object is of this kind. If the module has no object `name` that is accepted, the error
+            message lists or suggests the module's objects of this kind.
         fits (`Callable`, *optional*, defaults to `callable`):
-            Tells whether the object is accepted. It is called with None if the module has no such object.
+            Returns whether the found object is accepted. Called with None if the module has no object `name`.
 
     Returns:
         `tuple[str, Any]`: The path as `my_module:name`, and the object.
@@ -71,10 +74,9 @@ def import_named(
             f"{field}: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
             f"or run from the folder that holds it (now {os.getcwd()})"
         ) from error
-    # getattr rather than a look in the module's dictionary: packages may load their names lazily
-    found = getattr(module, name, None)
+    found = getattr(module, name, None)  # not from the module's dictionary, because packages may load names lazily
     if not fits(found):
-        known = [known for known, _ in inspect.getmembers(module, is_one)]
+        known = [member for member, _ in inspect.getmembers(module, is_one)]
         problem = unknown_name(kind, name, known) if known else f"it has no {kind}."
         place = getattr(module, "__file__", None) or module_name
         raise ValueError(f"{field}: {path!r}: {problem} Imported from {place}")
@@ -95,7 +97,7 @@ def shown(value: Any) -> Any:
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Message for a name that is none of the choices: the nearest one, or all of them where they are few."""
+    """Return the message for an unknown name. It suggests the nearest choice, or lists the choices if they are few."""
     known = sorted(choices)
     near = difflib.get_close_matches(name, known, n=1)
     if near:
@@ -118,7 +120,7 @@ def prompt_change(columns: Sequence[str]) -> str:
         `str`: `.rename_column("question", "prompt")` with the likeliest column. For conversations, `.map(...)` that
         keeps all messages but the last one, which is the answer.
     """
-    by_name = {column.lower(): column for column in reversed(columns)}
+    by_name = {column.lower(): column for column in reversed(columns)}  # reversed, so that the first of equals is kept
     for name in QUESTION_COLUMNS:
         if name in by_name:
             return _renaming(by_name[name])
@@ -159,7 +161,8 @@ def explain_fields(cls: T) -> T:
     for f in fields(cls):
         if f.name in cls.__annotations__:
             text = MARKUP.sub(r"\1", entries.get(f.name, ("", ""))[1])
-            f.metadata = MappingProxyType({"help": text.replace("%", "%%"), **f.metadata})  # argparse formats it
+            escaped = text.replace("%", "%%")  # argparse formats help texts with the operator %
+            f.metadata = MappingProxyType({"help": escaped, **f.metadata})
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -66,7 +66,10 @@ EXPLORATION = Method(
 )
 
 GRPO = Method(
-    *("grpo", "GRPO", "trl:GRPOTrainer", "trl:GRPOConfig"),
+    "grpo",
+    "GRPO",
+    "trl:GRPOTrainer",
+    "trl:GRPOConfig",
     tags=("trl", "grpo"),
     plain=True,
     style=("#000000", "o"),

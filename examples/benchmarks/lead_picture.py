@@ -36,9 +36,9 @@ def leads() -> dict[str, dict[str, tuple[float, float | None]]]:
 
 def draw() -> None:
     """Write the picture."""
-    figure, axis = plt.subplots(figsize=(8, 3.4))
+    figure, axis = plt.subplots(figsize=(5.8, 4.2))
     styles = {
-        "rival": dict(color="#999999", marker="o", label="best variant of GRPO without exploration"),
+        "rival": dict(color="#999999", marker="o", label="best variant of GRPO\nwithout exploration"),
         "auto": dict(color="#0072B2", marker="D", label="AutoExploreTrainer"),
     }
     found = leads()
@@ -50,12 +50,12 @@ def draw() -> None:
             axis.errorbar(mean, place + shift, xerr=half, markersize=7, capsize=3, linestyle="", **style)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_yticks(range(len(found)), [WORDS[name] for name in reversed(found)])
-    axis.set_xlabel("percentage points above tuned GRPO, for the same number of generated tokens")
-    axis.legend(loc="lower right", fontsize=8, frameon=False)
+    axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens")
+    axis.legend(loc="lower right", fontsize=9, frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)
+    figure.savefig(PICTURE, dpi=160)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from trl_explore.compare.costs import interval
 
 COLORS = {"rival": "#7f7f7f", "method": "#1f5fa8"}
 SOLVED, LOST = "#1f5fa8", "#c44e52"
-COLUMNS = 3
+COLUMNS = 2  # wider than that, the site shrinks the text below 9 pixels
 
 
 def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
-    """A figure with so many panels in rows of three."""
+    """Return a figure with `count` panels in rows of `COLUMNS`, and the panels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,11 +44,11 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _name_rows(axis: Any, names: Sequence[str], title: str) -> None:
-    """A row per arm, the first on top, and a line at 0."""
+    """Label a row per arm, the first on top, and draw a line at 0."""
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.set_title(title, fontsize=9)
+    axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=10)
+    axis.tick_params(axis="x", labelsize=10)
+    axis.set_title(title, fontsize=11)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
 
@@ -70,7 +70,7 @@ def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
     if not shown:
         return None
     most = max(len(found.named("rival", "method")) for found in shown)
-    figure, axes = _panels(len(shown), 0.3 * most + 1.6)
+    figure, axes = _panels(len(shown), 0.32 * most + 1.9)
     for axis, found in zip(axes, shown, strict=True):
         names = found.named("rival", "method")
         for height, name in enumerate(reversed(names)):
@@ -86,11 +86,11 @@ def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
                     effect.mean, height + shift, xerr=error, fmt="o", color=COLORS[role], label=None, **style
                 )
         limits = f"limited by {' and '.join(found.limits)}" if found.limits else "not admitted"
-        _name_rows(axis, names, f"{found.regime.name}: {label(found.regime.metric)}, {limits}")
+        _name_rows(axis, names, f"{found.regime.name}: {label(found.regime.metric)},\n{limits}")
     figure.supxlabel(
         f"points more than GRPO along the curve, 95 % intervals; filled: equal generated tokens, hollow: equal "
         f"{shown[0].costs[shown[0].seconds]}; grey: rivals, blue: methods",
-        fontsize=9,
+        fontsize=11,
     )
     return _save(figure, path)
 
@@ -117,16 +117,16 @@ def draw_frontiers(results: Sequence[Results], path: Path) -> Path | None:
         places = found.places()
         for name in [found.base, *found.named("rival", "method")]:
             _draw_arm(axis, found, name, places[name][0].verdict if name in places else None)
-        axis.set_xlabel(f"{label(first)} at the end (%)", fontsize=8)
-        axis.set_ylabel(f"{label(second)} at the end (%)", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.set_title(found.regime.name, fontsize=9)
+        axis.set_xlabel(f"{label(first)} at the end (%)", fontsize=10)
+        axis.set_ylabel(f"{label(second)} at the end (%)", fontsize=10)
+        axis.tick_params(labelsize=10)
+        axis.set_title(found.regime.name, fontsize=11)
         axis.grid(alpha=0.3)
     figure.supxlabel(
         "large: fresh seeds with 95 % intervals; black GRPO,\n"
         "grey rivals, blue methods (ringed: outside, pale: inside);\n"
         "small, joined: settings tried on development seeds",
-        fontsize=7,
+        fontsize=10,
     )
     return _save(figure, path)
 
@@ -148,7 +148,7 @@ def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
     if not shown:
         return None
     names = [found.named("baseline", "more samples", "rival", "method") for found in shown]
-    figure, axes = _panels(len(shown), 0.22 * max(map(len, names)) + 1.6)
+    figure, axes = _panels(len(shown), 0.26 * max(map(len, names)) + 1.9)
     for axis, found, arms in zip(axes, shown, names, strict=True):
         start, ends = found.ends[0], {entry.arm: entry for entry in found.ends}
         for height, name in enumerate(reversed(arms)):
@@ -157,11 +157,11 @@ def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
                 axis.barh(height, sign * mean, 0.7, xerr=half, color=color, error_kw={"linewidth": 0.8})
         most, (solves, _) = max(start.pass_at.items())
         before = f"{100 * solves:.0f} % of {found.comparison.num_eval} solved by {most} samples before"
-        _name_rows(axis, arms, f"{found.regime.name}: {before}")
+        _name_rows(axis, arms, f"{found.regime.name}:\n{before}")
     figure.supxlabel(
         "problems newly solved (blue, to the right) and\nnewly lost (red, to the left) by training,\n"
         "in as many samples as before; 95 % intervals",
-        fontsize=9,
+        fontsize=11,
     )
     return _save(figure, path)
 
@@ -181,7 +181,7 @@ def _draw_arm(axis: Any, found: Results, name: str, verdict: str | None) -> None
     axis.errorbar(x, y, xerr=x_half, yerr=y_half, fmt="o", markersize=6, color=color, elinewidth=0.7, **style)
     if verdict == "outside":
         axis.plot(x, y, "o", markersize=12, markerfacecolor="none", markeredgecolor=color)
-    axis.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=6.5, color=color)
+    axis.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8.5, color=color)
     if arm["role"] in ("baseline", "rival"):
         tuned: dict[str, list[dict[str, Any]]] = {}
         for stage in tuning(arm["role"]):

@@ -93,7 +93,7 @@ def test_what_needs_no_hub_to_be_wrong_is_found_before_anything_is_sent(results)
     assert refusals["requests"] == []
     assert refusals["forbidden name"] == (
         "ValueError: `hub_model_id='me/my model!'` cannot be the name of a repository: set `hub_model_id` to `name` "
-        "or `owner/name`, of letters, digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most "
+        "or `owner/name`, of letters, digits, `_`, `-` and `.` (`-` and `.` not doubled and not at an end), at most "
         "96 characters."
     )
     assert refusals["forbidden folder"].startswith("ValueError: the name of the output folder, 'my model!', cannot be")

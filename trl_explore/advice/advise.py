@@ -10,7 +10,7 @@ from trl_explore.methods import METHODS
 
 MANY = 0.7  # share of groups without contrast from which they are the main problem
 FEW = 1 / 3  # share of groups without contrast up to which nearly all groups teach
-SOME_WRONG = 0.25  # share of the groups without contrast, from which exploring is advised if they are all wrong
+SOME_WRONG = 0.25  # exploring is advised if at least this share of the groups without contrast is all wrong
 CUT = 0.1  # share of completions that are cut off, from which a finding reports it
 MANY_CUT = 0.3  # share of completions that are cut off, from which this is the verdict
 LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
@@ -85,7 +85,7 @@ def advise(signs: Signs) -> Advice:
     """
     if not signs.can_learn:
         # The run learned nothing, so other findings would mislead.
-        return _without_findings(signs)
+        return _advise_without_learning(signs)
     findings = list(_findings(signs))
     if (cut := signs.values.get("completions/clipped_ratio")) and cut.end >= MANY_CUT:
         verdict = (
@@ -94,17 +94,17 @@ def advise(signs: Signs) -> Advice:
         )
         return Advice(signs, findings, verdict, TROUBLES)
     if signs.sources:
-        return _of_exploration(signs, findings)
+        return _advise_explore(signs, findings)
     if not signs.plain:
         verdict = (
             "This run used another method than plain GRPO: compare it with GRPO on your data, for as many generated "
             "tokens, before you keep the method."
         )
         return Advice(signs, findings, verdict, "docs/comparing.md")
-    return _of_grpo(signs, findings)
+    return _advise_grpo(signs, findings)
 
 
-def _without_findings(signs: Signs) -> Advice:
+def _advise_without_learning(signs: Signs) -> Advice:
     """Return the advice on a run that could not learn, because it has no rewards or all of them are equal."""
     reward = signs.same_reward
     if reward is None:
@@ -123,26 +123,34 @@ def _without_findings(signs: Signs) -> Advice:
     return Advice(signs, [finding], verdict, TROUBLES)
 
 
-def _of_exploration(signs: Signs, findings: list[Finding]) -> Advice:
+def _advise_explore(signs: Signs, findings: list[Finding]) -> Advice:
     """Return the advice on a run with the field `explore`."""
-    best = {_worth_most(signs, end) for end in ENDS} - {None, PLAIN}
+    best_sources = {_worth_most(signs, end) for end in ENDS}
+    an_explorer_was_best = bool(best_sources - {None, PLAIN})
     explored = signs.explored
-    if not best or explored is None or max(explored) < EXPLORED:
-        verdict = f"Nothing was worth exploring: name no method; GRPO suits this run, so {KEEP_GRPO}"
+    if not an_explorer_was_best:
+        verdict = f"No explorer found more contrast per token than fresh prompts: {KEEP_GRPO}"
+        return Advice(signs, findings, verdict, WHICH_METHOD)
+    if explored is None or max(explored) < EXPLORED:
+        verdict = (
+            f"Less than {EXPLORED:.0%} of the prompts were explored, so this run does not show whether exploring "
+            f"helps: {KEEP_GRPO}"
+        )
         return Advice(signs, findings, verdict, WHICH_METHOD)
     verdict = "Exploration found more contrast per token than fresh prompts: keep it, and tune the learning rate."
     return Advice(signs, findings, verdict, WHICH_METHOD)
 
 
-def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
+def _advise_grpo(signs: Signs, findings: list[Finding]) -> Advice:
     """Return the advice on a run of plain GRPO whose rewards differ."""
-    reward, equal = signs.values["reward"], signs.values.get("frac_reward_zero_std")
+    reward = signs.values["reward"]
+    equal = signs.values.get("frac_reward_zero_std")  # share of groups with equal rewards, so without contrast
     rises = reward.end > reward.start
     if equal and max(equal) <= FEW and rises:
         verdict = f"Nearly all groups have contrast, and the reward rises: {KEEP_GRPO}"
         return Advice(signs, findings, verdict, CONTRAST)
     if equal and max(equal) >= MANY:
-        return _of_equal_groups(signs, findings, equal)
+        return _advise_equal_groups(signs, findings, equal)
     if _only_passk_falls(signs):
         verdict = (
             "Pass@k falls while pass@1 rises: if pass@k matters to you, try the advantage `maxrl` (or `passk`), "
@@ -157,7 +165,7 @@ def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
     return Advice(signs, findings, verdict, CONTRAST)
 
 
-def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advice:
+def _advise_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advice:
     """Return the advice on a run of plain GRPO in which many groups have no contrast."""
     ends = [end for end in ENDS if getattr(equal, end) >= MANY]
     for end in ends:
@@ -193,8 +201,8 @@ def _only_passk_falls(signs: Signs) -> bool:
     """Return whether pass@k falls for the largest k and rises for the smallest k."""
     if len(signs.pass_at) < 2:
         return False
-    few, *_, many = signs.pass_at.values()
-    return many.end < many.start - FALL and few.end > few.start
+    at_smallest_k, at_largest_k = signs.pass_at[min(signs.pass_at)], signs.pass_at[max(signs.pass_at)]
+    return at_largest_k.end < at_largest_k.start - FALL and at_smallest_k.end > at_smallest_k.start
 
 
 def _worth_most(signs: Signs, end: str) -> str | None:
@@ -230,8 +238,8 @@ def _findings(signs: Signs) -> Iterator[Finding]:
         )
     equal, reward = values.get("frac_reward_zero_std"), values.get("reward")
     if equal and reward:
-        yield from _of_groups(signs, equal, reward)
-    yield from _of_sources(signs)
+        yield from _group_findings(signs, equal, reward)
+    yield from _source_findings(signs)
     left = signs.entropy_left
     if left is not None and left <= LOST:
         yield Finding(
@@ -240,12 +248,13 @@ def _findings(signs: Signs) -> Iterator[Finding]:
             FEW_ANSWERS,
         )
     if len(signs.pass_at) > 1:
-        (small, first), *_, (large, last) = signs.pass_at.items()
-        if last.end < last.start - FALL:
+        small, large = min(signs.pass_at), max(signs.pass_at)
+        at_small, at_large = signs.pass_at[small], signs.pass_at[large]
+        if at_large.end < at_large.start - FALL:
             yield Finding(
-                f"pass@{large} falls from {last.start:.1%} to {last.end:.1%} while pass@{small} goes from "
-                f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers. If "
-                f"pass@{large} matters to you, try a lower learning rate or the advantage `maxrl` or `passk`.",
+                f"pass@{large} falls from {at_large.start:.1%} to {at_large.end:.1%} while pass@{small} goes from "
+                f"{at_small.start:.1%} to {at_small.end:.1%}: the run sharpens what it knew, and loses other answers. "
+                f"If pass@{large} matters to you, try a lower learning rate or the advantage `maxrl` or `passk`.",
                 FALLING_PASS_AT_K,
             )
     ends = {name: pair.end for name, pair in values.items()}
@@ -254,7 +263,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
             yield Finding(*remark)
 
 
-def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
+def _group_findings(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
     """Yield the findings on groups without contrast, and on the number of tokens per completion with contrast."""
     for end in ENDS:
         if getattr(equal, end) >= MANY:
@@ -275,7 +284,7 @@ def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
         )
 
 
-def _of_sources(signs: Signs) -> Iterator[Finding]:
+def _source_findings(signs: Signs) -> Iterator[Finding]:
     """Yield a finding that compares the sources of rows (fresh prompts and explorers) of a run with `explore`."""
     if not signs.sources:
         return

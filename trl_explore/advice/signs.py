@@ -123,9 +123,9 @@ class Signs:
                 `"start"` or `"end"` of the run.
 
         Returns:
-            `float` or `None`: Counted if the completions tables tell wrong from right. Else an estimate from the mean
-            reward, if groups with contrast succeed half of the time. None if the mean reward is above 1, so that it
-            does not tell wrong from right, or if all groups have contrast.
+            `float` or `None`: The counted share, if the completions tables tell wrong from right. Else an estimate
+            from the mean reward, which assumes that half of the completions in groups with contrast are right. None
+            if the mean reward is above 1, so that it does not tell wrong from right, or if all groups have contrast.
         """
         if self.all_wrong is not None and self.all_right is not None:
             wrong, right = getattr(self.all_wrong, end), getattr(self.all_right, end)
@@ -133,7 +133,8 @@ class Signs:
         equal, reward = getattr(self.values["frac_reward_zero_std"], end), getattr(self.values["reward"], end)
         if reward > 1 or equal <= 0:
             return None
-        right = min(max(reward - (1 - equal) / 2, 0.0), equal)
+        reward_with_contrast = (1 - equal) / 2
+        right = min(max(reward - reward_with_contrast, 0.0), equal)
         return (equal - right) / equal
 
 
@@ -299,14 +300,15 @@ def _may_be_zero_or_one(steps: Sequence[Mapping[str, Any]]) -> bool:
     if any(not 0 <= mean <= 1 for mean in _numbers(steps, "reward")):
         return False
     known = [entry for entry in steps if _numbers([entry], "reward") and _numbers([entry], "reward_std")]
-    of_zero_and_one = sum(entry["reward"] * (1 - entry["reward"]) for entry in known)
+    variance_if_zero_or_one = sum(entry["reward"] * (1 - entry["reward"]) for entry in known)
     variance = sum(entry["reward_std"] ** 2 for entry in known)
-    if of_zero_and_one <= ROUNDING:
+    if variance_if_zero_or_one <= ROUNDING:
         return variance <= ROUNDING
     numbers = [entry.get("step") for entry in steps]
-    every_step = numbers == list(range(numbers[0] or 0, (numbers[0] or 0) + len(numbers)))
+    first = numbers[0] or 0
+    every_step = numbers == list(range(first, first + len(numbers)))
     least = LEAST_VARIANCE if every_step else LEAST_VARIANCE_OF_AVERAGES
-    return least <= variance / of_zero_and_one <= MOST_VARIANCE
+    return least <= variance / variance_if_zero_or_one <= MOST_VARIANCE
 
 
 def _unpaid(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class AgentTree:
     """A main row and its branches, in the order in which they were sampled."""
 
     leaves: list[Trajectory]  # the main row first
-    spans: list[Span]  # turns at which each leaf can be forked
+    spans: list[Span]  # of each leaf: the turns at which it can be forked
     reward: float  # total reward of the main row
     branches: list[Branch] = field(default_factory=list)  # all leaves but the main row
 
@@ -51,7 +51,7 @@ class TurnTreeExplorer(BranchExplorer):
     ) -> None:
         super().__init__(policy, forks, scorer, args=args)
         self.trees: dict[int, AgentTree] = {}  # by main row
-        self.num_sampled = self.num_dropped = 0
+        self.num_sampled = self.num_dropped = 0  # tokens sampled for branches; branches whose environment raised
 
     @property
     def weight(self) -> None:
@@ -71,8 +71,9 @@ class TurnTreeExplorer(BranchExplorer):
         branches: list[Branch] = []
         advantages: list[float | list[float]] = []
         for row, tree in sorted(self.trees.items()):
-            branches += tree.branches
-            advantages += credit.get(row, [])[1:]
+            if row in credit:  # else the tree has no branches
+                branches += tree.branches
+                advantages += credit[row][1:]  # the first is the main row's
         # In the paper, a node is trained once for each leaf below it. So each row trains its whole trajectory.
         rows = self.forks.rows(branches, group_size=1, trains_prefixes=True)
         main_advantages = {row: of_leaves[0] for row, of_leaves in credit.items()}
@@ -96,16 +97,16 @@ class TurnTreeExplorer(BranchExplorer):
                     forks.append(Fork(tree.leaves[leaf], turn, number))
             branches = self.forks.sample_branches(forks)
             # Drop branches whose environment raised: the policy did not cause that.
-            sound = [branch for branch in branches if environment_error(branch.environment) is None]
-            self.forks.judge(sound)  # before the next round, which uses the environments again
-            for branch in sound:
+            usable = [branch for branch in branches if environment_error(branch.environment) is None]
+            self.forks.judge(usable)  # before the next round, which uses the environments again
+            for branch in usable:
                 self.trees[branch.row].add(branch)
             self.num_sampled += sum(branch.num_sampled for branch in branches)
-            self.num_dropped += len(branches) - len(sound)
+            self.num_dropped += len(branches) - len(usable)
         for tree in self.trees.values():
             kept = draw_leaves(len(tree.branches), args.leaves_per_tree, generator=generator)
+            tree.leaves = [tree.leaves[0], *(tree.leaves[place + 1] for place in kept)]  # the main row is first
             tree.branches = [tree.branches[place] for place in kept]
-            tree.leaves = [tree.leaves[0], *(tree.leaves[place + 1] for place in kept)]
 
     def credit(self, groups: Sequence[ScoredGroup]) -> dict[int, list[float]]:
         """Return the advantages of the leaves of each main row, the main row first, in prompts with branches."""
@@ -121,7 +122,7 @@ class TurnTreeExplorer(BranchExplorer):
                 tree = self.trees.get(group.first_row + place)
                 if tree is not None:
                     rewards[-1] += map(self.total_reward, tree.branches)
-            if all(len(of_tree) == 1 for of_tree in rewards):
+            if all(len(leaf_rewards) == 1 for leaf_rewards in rewards):
                 continue
             advantages = leaf_advantages(rewards, intra_weight=args.intra_weight, scale=scale)
             for place, values in enumerate(advantages):

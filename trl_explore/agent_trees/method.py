@@ -15,7 +15,7 @@ AGENT_TREE_GRPO = Method(
         "branch/contrast_fraction": "share of trees whose trained leaves have different rewards. Only these trees "
         "have an advantage inside the tree",
         "branch/mean_depth": "mean position of forks: turns before the fork, divided by the turns of the "
-        "trajectory. 0 is the root, and it is below 1",
+        "trajectory. It is 0 for forks at the prompt",
         "branch/sampled_tokens": "tokens sampled for branches",
         "branch/token_ratio": "share of branches in all sampled tokens",
         "branch/dropped": "branches that were dropped because their environment raised",

@@ -125,11 +125,10 @@ def _guarded_method(name: str, method: Callable) -> Callable:
     def is_unguarded(self: Any, args: tuple, kwargs: dict) -> bool:
         """Return whether exceptions of a call are not stored."""
         # An environment may catch the exceptions of its own methods. So guard only calls from outside.
-        return (
-            _inside.get()
-            or ERROR not in vars(self)
-            or (name not in FALLBACKS and not fits(signature, self, *args, **kwargs))
-        )
+        if _inside.get() or ERROR not in vars(self):
+            return True
+        # A tool call that does not fit the signature is a mistake of the model.
+        return name not in FALLBACKS and not fits(signature, self, *args, **kwargs)
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):

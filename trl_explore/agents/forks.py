@@ -47,6 +47,8 @@ class AgentForks(Forks):
             `max_tool_calling_iterations`.
         keep_states (`bool`, *optional*, defaults to `False`):
             True if branches can be forked again.
+        environment_state (`str`, *optional*, defaults to `"auto"`):
+            Way to keep the states of environments, see [`~trl_explore.agents.snapshots.choose_state`].
     """
 
     is_agent = True
@@ -253,7 +255,8 @@ class AgentForks(Forks):
         return Rollout(token_ids, None if self.policy.serving is None else logprobs)
 
     def begin_branch(self, fork: Fork, continuation: Continuation) -> Branch:
-        branch, origin = super().begin_branch(fork, continuation), fork.origin
+        branch = super().begin_branch(fork, continuation)
+        origin = fork.origin
         if origin.messages is not None:
             first = origin.turns[fork.turn][0]
             turn = self.turns.parse_turn(
@@ -282,11 +285,12 @@ class AgentForks(Forks):
                 [branch.completion_ids for branch in branches],
                 completions,
                 None if self.policy.serving is None else known_logprobs,
-                None,
-                {},
+                None,  # images
+                {},  # other inputs of a multimodal model
             )
         for i, branch in enumerate(branches):
-            messages, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]
+            messages, ids = completions[i], completion_ids[i]
+            mask = masks[i][len(branch.loss_mask) :]  # of the tokens that the loop added
             if i in stopped:
                 # TRL's loop has answered a call beyond the limit. Drop the answer, as at the limit of a main row.
                 while messages[-1]["role"] == "tool":
@@ -356,8 +360,10 @@ class AgentForks(Forks):
         """Return whether a branch has reached the limit of rounds of tool calls. The rounds in its prefix count, and
         also calls of unknown tools."""
         assert self._stopped is not None
-        turn = self.turns.turn
-        if self._branches[place].turn + (turn.number if turn else 0) >= self.tool_loop.most_rounds:
+        num_rounds = self._branches[place].turn
+        if self.turns.turn:
+            num_rounds += self.turns.turn.number
+        if num_rounds >= self.tool_loop.most_rounds:
             self._stopped.add(place)
         return place in self._stopped
 

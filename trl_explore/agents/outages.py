@@ -54,8 +54,8 @@ def is_outage(error: BaseException) -> bool:
     model wrote may run into any timeout. An unknown host is not an outage either, because the model may have named it.
     """
     if isinstance(error, RetrieverError) and not isinstance(error, RetrieverDown):
-        # `SearchTool` raises it for every exception of its retriever. If the retriever cannot read a query, the model
-        # made a mistake.
+        # `SearchTool` raises it from every exception of its retriever. If that exception may come from a query that
+        # the retriever cannot read, the model made a mistake.
         cause = error.__cause__
         if cause is not None and not isinstance(cause, OSError) and may_be_mistake(cause):
             return False
@@ -76,7 +76,7 @@ def names_address(arguments: Mapping[str, Any]) -> bool:
 
 
 class Streak:
-    """Failed calls of the latest generation batches, as long as no call of a batch succeeds."""
+    """Counts the failed calls of consecutive generation batches in which no call succeeded."""
 
     def __init__(self) -> None:
         self.failures = self.batches = 0
@@ -93,7 +93,7 @@ class Streak:
 
     @property
     def is_long(self) -> bool:
-        """True if there were enough failures in a row to be sure."""
+        """True if enough calls in a row failed to end the run."""
         return self.failures >= MOST_FAILURES
 
     def describe(self, what: str) -> str:
@@ -116,8 +116,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting += link.exceptions
         if link.__cause__ is not None:
             waiting.append(link.__cause__)
-        # Suppose that a cache is down, and the handler of that exception raises another one. An `OSError`, for example
-        # of `open(path)`, is about the path and not about the cache. A `ToolError` is about the cache.
+        # An exception that a handler raises has the handled exception as its context. If a cache is down and the
+        # handler raises a `ToolError`, that error is about the cache. An `OSError` of `open(path)` in the handler is
+        # about the path, so its context does not count.
         elif link.__context__ is not None and not link.__suppress_context__ and not isinstance(link, OSError):
             waiting.append(link.__context__)
         reason = link.__dict__.get("reason")  # `urllib.error.URLError` keeps its cause there

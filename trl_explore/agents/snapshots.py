@@ -105,14 +105,14 @@ def take(environment: Any, kind: str, memo: dict[int, Any] | None = None) -> Any
 
 
 def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
-    """Raise RuntimeError if a replayed call of `tool` returned `now`, but `then` in the rollout. A branch would begin
-    in a wrong state."""
+    """Raise RuntimeError if a replayed call of `tool` returned another answer (`now`) than in the rollout (`then`). A
+    branch would begin in a wrong state."""
     if now != then:
         raise RuntimeError(
             f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
             f"replayed, but {str(then)[:200]!r} in the rollout: its state cannot be reached again. Define "
-            "`snapshot()` and `restore(state)` in it, make its tools answer the same again, or, if a copy of it by "
-            "`copy.deepcopy` is separate and only chance decides its answers, set `environment_state='copy'`."
+            "`snapshot()` and `restore(state)` in it, or make its tools answer the same again. If its answers differ "
+            "only by chance, and `copy.deepcopy` copies all of its state, set `environment_state='copy'`."
         )
 
 

@@ -39,7 +39,7 @@ class KeptStates:
         self.of_rows: list[dict[int, Any]] = []  # kept states of each row, by turn, `[B]`
         self.examples: list[dict[str, Any]] = []  # rows of the data set, `[B]`
         # For each environment and each kept copy, by id: the object, and the row that its `reset` got. An environment
-        # may use up a list of that row. So the row is copied together with the environment.
+        # may change lists in that row, so the row is copied together with the environment.
         self._rows: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._kinds: dict[Any, str] = {}  # way in which states are kept, by environment name
         if tool_loop.factories is not None:
@@ -89,8 +89,9 @@ class KeptStates:
 
     def current_state(self, row: int, environment: Any) -> Any:
         """Return the current state of an environment of a row, or of a branch of that row."""
-        name, auto = self.tool_loop.names[row], self.wanted == "auto"
-        if auto and name not in self._chosen and environment_error(environment) is None:
+        name = self.tool_loop.names[row]
+        is_auto = self.wanted == "auto"
+        if is_auto and name not in self._chosen and environment_error(environment) is None:
             # Choose again, because `reset` may have put an object into the environment that cannot be copied.
             self._kinds[name] = choose_state(environment, "auto")
             self._chosen.add(name)
@@ -101,7 +102,7 @@ class KeptStates:
             if is_outage(error):
                 note_error(environment, error, "snapshot")
                 return None
-            if not auto or self._kind(row) != "copy":
+            if not is_auto or self._kind(row) != "copy":
                 raise
             self._kinds[name] = "replay"
             return None
@@ -242,8 +243,11 @@ class KeptStates:
         answers = iter(message for message in messages if message["role"] == "tool")
         coroutines = self.tool_loop.async_tools[row]
         for message in messages:
+            calls = message.get("tool_calls") or []
             # As in TRL's loop, coroutines are answered after the other calls of a message.
-            for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in coroutines):
+            calls_of_coroutines = [call for call in calls if _name_of(call) in coroutines]
+            other_calls = [call for call in calls if _name_of(call) not in coroutines]
+            for call in other_calls + calls_of_coroutines:
                 then, name = next(answers), _name_of(call)
                 method = self._method_named(environment, name, row)
                 if method is not None:  # other tools do not change the environment

@@ -170,8 +170,12 @@ class Turns:
             # Every row needs a completion, so even a row whose `reset` failed gets its first turn.
             self.turn = Turn(0, everyone.places, [0] * len(contexts), [most] * len(contexts), self._prompts)
             return everyone
-        rows, loop = self._loop.advance(), self._loop
-        places = [place for place, row in enumerate(rows) if not (self._has_failed(row) or self._stopped(row))]
+        loop = self._loop
+        rows = loop.advance()
+        places = []
+        for place, row in enumerate(rows):
+            if not self._has_failed(row) and not self._stopped(row):
+                places.append(place)
         if not places:
             return TurnRows([], [], len(contexts))
         shown, budgets, last_messages = [], [], []
@@ -262,9 +266,8 @@ class Turns:
     def _failures(self) -> list[bool]:
         """Return whether the environment of each row has raised, `[B]`. Warn if any has."""
         errors = [environment_error(environment) for environment in self.tool_loop.environments or []]
-        known = [error for error in errors if error is not None]
-        if known:
-            error = known[0]
+        error = next((error for error in errors if error is not None), None)
+        if error is not None:
             warnings.warn(
                 f"an environment raised {type(error).__name__}: {error}. Its trajectory ended with reward 0, and so "
                 "will others; `agent/environment_errors` counts them. A tool that wants to tell the model something "

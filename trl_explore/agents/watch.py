@@ -23,8 +23,8 @@ class ToolWatch:
     Counts tool calls of a generation batch.
 
     A call is `unanswered` if it raised an `OSError` or lost its service. It is an `outage` if it lost its service, see
-    [`~trl_explore.agents.outages.is_outage`], at an address that the model did not choose. Other exceptions answer a
-    mistake of the model. A call that does not fit the tool's signature is such a mistake and is not counted.
+    [`~trl_explore.agents.outages.is_outage`], at an address that the model did not choose. Other exceptions are
+    answers to a mistake of the model. A call that does not fit the tool's signature is not counted.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,8 @@ class ToolWatch:
 
         @contextmanager
         def counted(args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-            self.calls += fits(signature, *args, **kwargs)
+            if fits(signature, *args, **kwargs):
+                self.calls += 1
             try:
                 yield
             except Exception as error:

@@ -61,7 +61,8 @@ class AddedExplorer(BranchExplorer):
             origins = [group.trajectories[0] for group in groups]
             score_missing(self.scorer, [(origin.example, origin.prompt_ids) for origin in origins], explored)
         self._explored = list(explored)
-        found = as_rollout(self._explored, masks_tokens=any(of_prompt.loss_mask is not None for of_prompt in explored))
+        masks_tokens = any(of_prompt.loss_mask is not None for of_prompt in explored)
+        found = as_rollout(self._explored, masks_tokens=masks_tokens)
         examples: list[dict[str, Any]] = []
         prompt_ids: list[list[int]] = []
         parents: list[int | None] = []
@@ -130,7 +131,7 @@ class ResampleBranches(BranchExplorer):
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
         rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)
-        if self.args.advantage in ("grpo", "unlikeliness"):  # GRPO's advantages
+        if self.args.advantage in ("grpo", "unlikeliness"):  # TRL computes GRPO's advantages
             return Branches(rows)
         rewards = torch.tensor([branch.rewards for branch in branches]).view(len(branches), len(self.scorer.names))
         totals, deciding = self.scorer.totals(rewards), self.scorer.success(rewards)

@@ -219,8 +219,7 @@ class AutoExplorer(BranchExplorer):
 
     def _contrasts(self, result: SearchResult) -> float:
         """Return the number of rows of this process that the explorer gave an advantage other than 0, divided by
-        `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other
-        than 0."""
+        `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other than 0."""
         assert result.scored is not None
         signal = has_signal(result.scored.rows["advantages"])[result.scored.real]
         size = result.branches.rows.group_size

@@ -91,15 +91,15 @@ class HintExplorer(BranchExplorer):
             budgets = [longest - len(shown) for _, _, shown in asked]
             begun = [len(shown) for _, _, shown in asked]
             sampled = sample(prefixes, self.args.hint_samples, budgets, begun=begun)
-            tried: list[tuple[int, HintedCompletion]] = []
+            tried: list[tuple[int, HintedCompletion]] = []  # index of the group, and completion
             for (place, context, shown), continuations in zip(asked, sampled, strict=True):
                 for continuation in continuations:
                     ids = continuation.token_ids
-                    logprobs = [*[None] * len(shown), *(continuation.logprobs or [None] * len(ids))]
+                    logprobs: list[float | None] = [None] * len(shown)
+                    logprobs += continuation.logprobs or [None] * len(ids)
                     is_trained = continuation.finished or not self.args.mask_truncated_completions
-                    tried.append(
-                        (place, HintedCompletion(context, shown + ids, len(shown), logprobs, level, is_trained))
-                    )
+                    hinted = HintedCompletion(context, shown + ids, len(shown), logprobs, level, is_trained)
+                    tried.append((place, hinted))
             self._judge(groups, [completion for _, completion in tried], [place for place, _ in tried])
             for place, completion in tried:
                 if len(found[place]) < self.args.hint_rows and completion.is_trained and self._is_success(completion):
@@ -153,10 +153,11 @@ class HintExplorer(BranchExplorer):
         """Return the successful completions as rows, with their advantages and the new advantages of GRPO's rows."""
         plain = self.args.hint_loss == "plain"
         examples, prompt_ids, completion_ids, loss_mask = [], [], [], []
-        drawn: list[list[Drawn]] = []
+        drawn: list[list[Drawn]] = []  # tokens of each row that were sampled from another prompt than the row has
         known_rewards: list[list[float] | None] = []
         logprobs: list[list[float | None]] = []
-        extra, parents, of_rows = [], [], []
+        extra, parents = [], []
+        row_advantages: list[float] = []  # one for each row, before the likelihood ratio
         main_advantages: dict[int, float | list[float]] = {}
         for group, hinted in zip(groups, self._found, strict=True):
             if not hinted:
@@ -187,7 +188,7 @@ class HintExplorer(BranchExplorer):
                 parents.append(origin.row)
             main = list(zip(group.rewards, group.deciding, strict=True))
             main_values, values = joined_advantages(self.args, main, new)
-            of_rows += values
+            row_advantages += values
             for trajectory, value in zip(group.trajectories, main_values, strict=True):
                 main_advantages[trajectory.main_row] = value
         rows = Rows(
@@ -202,12 +203,12 @@ class HintExplorer(BranchExplorer):
             parents=parents,
             shared=[0] * len(examples),
         )
-        advantages: list[float | list[float]] = [*of_rows]
+        advantages: list[float | list[float]] = [*row_advantages]
         if self.policy.ranks.most(any(drawn)):
             ratios = likelihood_ratios(
                 self.forks.sample, prompt_ids, completion_ids, drawn, max_drawn=1, rows=list(range(len(rows)))
             ).clamp(max=self.args.hint_ratio_cap)
-            for row, value in enumerate(of_rows):
+            for row, value in enumerate(row_advantages):
                 advantages[row] = [value * ratio for ratio in ratios[row, : len(completion_ids[row])].tolist()]
         return Branches(rows, advantages, main_advantages)
 
@@ -265,7 +266,9 @@ def check_hint_column(column: str, dataset: Any, *, remove_unused_columns: bool 
     if not isinstance(dataset, Dataset) or column not in dataset.column_names or dataset.format["type"] == "custom":
         return
     values = dataset.select(range(min(most, len(dataset))))[column][:]
-    if not any([read_hints(value, column) for value in values]):
+    # Read all rows before `any`, so that a row with a wrong type raises even if the first row has a hint.
+    hints = [read_hints(value, column) for value in values]
+    if not any(hints):
         raise ValueError(
             f"`hint_column={column!r}` has no hint in the first {len(values)} rows, so nothing can be explored: fill "
             "it, or explore without hints."

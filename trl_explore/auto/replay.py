@@ -72,7 +72,7 @@ class SuccessStore:
         return {
             "prompts": _joined(self.stored, torch.int32),
             "prompt_lengths": _lengths(self.stored),
-            "numbers": _lengths(self.stored.values()),  # of completions, by prompt
+            "numbers": _lengths(self.stored.values()),  # number of completions of each prompt
             "completions": _joined(ids, torch.int32),
             "logprobs": _joined(logprobs, torch.float32),
             "completion_lengths": _lengths(ids),
@@ -82,10 +82,10 @@ class SuccessStore:
         """Restore what `state_dict` returned."""
         lengths = state["completion_lengths"]
         completions = zip(_split(state["completions"], lengths), _split(state["logprobs"], lengths), strict=True)
+        prompts = _split(state["prompts"], state["prompt_lengths"])
         self.stored = {}
-        for prompt, number in zip(
-            _split(state["prompts"], state["prompt_lengths"]), state["numbers"].tolist(), strict=True
-        ):
+        for prompt, number in zip(prompts, state["numbers"].tolist(), strict=True):
+            # `completions` is an iterator, so this takes the next `number` completions.
             self.stored[tuple(prompt)] = list(itertools.islice(completions, number))
 
 
@@ -136,8 +136,8 @@ class ReplayExplorer(BranchExplorer):
             solved = succeeded(deciding, threshold=self.args.success_bar).tolist()
             for trajectory, is_success, is_trained in zip(group.trajectories, solved, group.is_trained, strict=True):
                 ids, prompt = trajectory.completion_ids, tuple(trajectory.prompt_ids)
-                # If TRL masks a truncated completion now, it would also mask it when it is replayed.
                 is_new = (prompt, tuple(ids)) not in seen and not self.store.has(prompt, ids)
+                # A truncated completion that TRL does not train now would not be trained when it is replayed, either.
                 if is_success and is_trained and is_new:
                     seen.add((prompt, tuple(ids)))
                     prompts.append([*prompt])
@@ -167,12 +167,14 @@ class ReplayExplorer(BranchExplorer):
                 old_logprobs.append(logprobs)
         rewards, extra = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
         new_logprobs = self._logprobs(prompt_ids, completion_ids)
-        values: list[float] = []
+        values: list[float] = []  # advantages of the stored completions, before their ratios
         main_advantages: dict[int, float | list[float]] = {}
+        start = 0
         for group, number in zip(groups, num_stored, strict=True):
             if not number:
                 continue
-            given = torch.tensor(rewards[len(values) : len(values) + number])
+            given = torch.tensor(rewards[start : start + number])
+            start += number
             new = list(zip(self.scorer.totals(given).tolist(), self.scorer.success(given).tolist(), strict=True))
             main = list(zip(group.rewards, group.deciding, strict=True))
             main_values, new_values = joined_advantages(self.args, main, new)
@@ -220,5 +222,5 @@ class ReplayExplorer(BranchExplorer):
         missing = self.policy.ranks.most(number) - number
         if number + missing == 0:
             return []
-        ends = [self.policy.eos_token_ids[:1]] * missing  # every process must have the same number of rows
-        return self.forks.sample.token_logprobs(prompt_ids + ends, completion_ids + ends)[:number]
+        filler = [self.policy.eos_token_ids[:1]] * missing  # every process must have the same number of rows
+        return self.forks.sample.token_logprobs(prompt_ids + filler, completion_ids + filler)[:number]

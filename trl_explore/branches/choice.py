@@ -1,4 +1,5 @@
-"""Choice of forks near the end of multi-turn trajectories and of the ending to keep; advantages of both endings.
+"""BranPO's choices: where to fork a multi-turn trajectory near its end, which other ending to keep, and the advantages
+of both endings.
 
 Follows BranPO (https://huggingface.co/papers/2602.03719), sections 4.2 to 4.4, algorithm 1 and appendix A.1. The depth
 of a fork is the number of responses that are sampled again: 1 is the last response. A reward is NaN if a row has none,
@@ -122,9 +123,11 @@ def seeks_shorter(
     correct = [is_success(reward, threshold=threshold) for reward in rewards]
     if not accuracy > 0.5 or not any(correct):  # an accuracy of NaN does not exceed 0.5
         return [False] * len(correct)
-    turns_of_successes = [count for count, is_correct in zip(num_turns, correct, strict=True) if is_correct]
-    bar = max(statistics.fmean(turns_of_successes), 1)
-    return [is_correct and count > bar for count, is_correct in zip(num_turns, correct, strict=True)]
+    mean_turns = statistics.fmean(itertools.compress(num_turns, correct))
+    seeks = []
+    for is_correct, count in zip(correct, num_turns, strict=True):
+        seeks.append(is_correct and count >= 2 and count > mean_turns)
+    return seeks
 
 
 def first_shorter(
@@ -163,21 +166,22 @@ def branch_advantages(
     """
     check_choice("group", group, GROUPS)
     check_choice("scale", scale, SCALES)
-    means = [torch.tensor(row).nanmean().item() for row in rewards]
+    # The reward of a prefix is the mean reward of its endings.
+    means = [torch.tensor(ending_rewards).nanmean().item() for ending_rewards in rewards]
     prefixes = relative_rewards(means, scale=scale, eps=eps)
     endings: list[list[float]] = []
     if group == "trajectory":
-        for row, prefix in zip(rewards, prefixes, strict=True):
-            if len(row) > 1:
-                endings.append(relative_rewards(row, scale=scale, eps=eps))
+        for ending_rewards, prefix in zip(rewards, prefixes, strict=True):
+            if len(ending_rewards) > 1:
+                endings.append(relative_rewards(ending_rewards, scale=scale, eps=eps))
             else:
                 endings.append([prefix])
         return prefixes, endings
     advantages = relative_rewards(list(itertools.chain(*rewards)), scale=scale, eps=eps)
-    first = 0
-    for row in rewards:
-        endings.append(advantages[first : first + len(row)])
-        first += len(row)
+    first = 0  # index of the trajectory's first ending among the endings of the prompt
+    for ending_rewards in rewards:
+        endings.append(advantages[first : first + len(ending_rewards)])
+        first += len(ending_rewards)
     return prefixes, endings
 
 

@@ -1,6 +1,5 @@
 """BranPO's explorer: it samples other endings of trajectories, and compares both endings."""
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ class TailBranchExplorer(BranchExplorer):
         self, policy: Policy, forks: Forks, scorer: Scorer, *, args: "ExplorationConfig | None" = None
     ) -> None:
         super().__init__(policy, forks, scorer, args=args)
-        self.num_sampled = self.num_incomplete = 0
+        self.num_sampled = self.num_incomplete = 0  # tokens of endings; endings that were cut off or failed
         self._plans: dict[int, Plan] = {}  # plans of this batch, by main row
         self._kept: dict[int, Branch] = {}  # kept ending of each main row that has one
 
@@ -89,21 +88,21 @@ class TailBranchExplorer(BranchExplorer):
     def plans(self, groups: Sequence[ScoredGroup]) -> dict[int, Plan]:
         """Return the plan of each main row (Eq. 15, 16 and section 4.4)."""
         args, threshold = self.args, self.args.success_threshold
-        depths = partial(fork_depths, selection=args.branch_selection, generator=self.policy.exploration_generator)
+        depths_of = partial(fork_depths, selection=args.branch_selection, generator=self.policy.exploration_generator)
         plans: dict[int, Plan] = {}
         for group in groups:
             rewards = list(group.deciding)
             lengths = [len(trajectory.turns) for trajectory in group.trajectories]
             accuracy = group_accuracy(rewards, definition=args.accuracy, threshold=threshold)
-            longer = seeks_shorter(rewards, lengths, accuracy=accuracy, threshold=threshold)
+            redundant = seeks_shorter(rewards, lengths, accuracy=accuracy, threshold=threshold)
             for place, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
                 row = group.first_row + place
                 if math.isnan(reward) or not group.is_trained[place] or self.forks.has_failed(row):
                     plans[row] = Plan([], 0)
                     continue
-                if longer[place] and args.redundancy_tries:
-                    nearest = depths(length, 1, nearest=REDUNDANCY_DEPTH)
-                    plans[row] = Plan(nearest, args.redundancy_tries, shorter=True)
+                if redundant[place] and args.redundancy_tries:
+                    depths = depths_of(length, 1, nearest=REDUNDANCY_DEPTH)
+                    plans[row] = Plan(depths, args.redundancy_tries, shorter=True)
                     continue
                 tries = branch_count(
                     accuracy, num_branches=args.num_branches, num_branches_solved=args.num_branches_solved
@@ -118,7 +117,7 @@ class TailBranchExplorer(BranchExplorer):
                 )
                 if not tries:
                     deepest = 0
-                plans[row] = Plan(depths(length, deepest), tries)
+                plans[row] = Plan(depths_of(length, deepest), tries)
         return plans
 
     def kept_branches(self, groups: Sequence[ScoredGroup], plans: dict[int, Plan]) -> dict[int, Branch]:
@@ -133,17 +132,19 @@ class TailBranchExplorer(BranchExplorer):
         kept: dict[int, Branch] = {}
         self.num_sampled = self.num_incomplete = 0
         num_rounds = max((len(plan.depths) for plan in plans.values()), default=0)
-        for number in range(self.policy.ranks.most(num_rounds)):
+        for round_number in range(self.policy.ranks.most(num_rounds)):
             forks = []
             for row, plan in plans.items():
-                if row not in kept and number < len(plan.depths):
-                    turn = len(trajectories[row].turns) - plan.depths[number]
+                if row not in kept and round_number < len(plan.depths):
+                    turn = len(trajectories[row].turns) - plan.depths[round_number]
                     forks.append(Fork(trajectories[row], turn, plan.tries))
             branches = self.forks.sample_branches(forks)
             complete = [branch for branch in branches if branch.complete]
             self.forks.judge(complete)
-            for row, row_branches in itertools.groupby(complete, key=lambda branch: branch.row):
-                found = list(row_branches)
+            endings: dict[int, list[Branch]] = {}  # by main row
+            for branch in complete:
+                endings.setdefault(branch.row, []).append(branch)
+            for row, found in endings.items():
                 place = self._first_wanted(found, plans[row], deciding[row])
                 if place is not None:
                     kept[row] = found[place]
@@ -181,7 +182,8 @@ class TailBranchExplorer(BranchExplorer):
         size = self.args.num_generations
         row_advantages: dict[int, tuple[float, float]] = {}
         ending_advantages: dict[int, float] = {}
-        for first in sorted({row - row % size for row in kept}):
+        first_rows = {row - row % size for row in kept}  # first main rows of the prompts with a kept ending
+        for first in sorted(first_rows):
             ending_rewards = []
             for row in range(first, first + size):
                 ending_rewards.append([rewards[row]])

@@ -9,7 +9,7 @@ def _remarks(ends: Mapping[str, float]) -> list[Remark]:
     kept = ends.get("branch/contrastive_fraction")
     if kept is None or kept >= 0.1:
         return []
-    return [Remark(f"{kept:.0%} of the branched rows have a branch with another outcome.", "docs/methods/branpo.md")]
+    return [Remark(f"{kept:.0%} of the trajectories have a branch with another outcome.", "docs/methods/branpo.md")]
 
 
 BRANPO = Method(

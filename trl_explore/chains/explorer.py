@@ -121,14 +121,14 @@ class ForkExplorer(BranchExplorer):
             tree = CompletionTree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
             tree.trained = list(range(len(leaves)))
             self.trees.append(tree)
-        unknown = False
+        new_leaves: list[TreeCompletion] = []
         for tree in self.trees:
-            unknown = unknown or any(leaf.logprobs is None for leaf in tree.leaves)
-        if self.needs_logprobs and self.policy.ranks.most(unknown):
-            found = iter(self.logprobs(prefixes, completions))
-            for tree in self.trees:
-                for leaf in tree.leaves:
-                    leaf.logprobs = next(found)
+            new_leaves += tree.leaves
+        num_unknown = sum(leaf.logprobs is None for leaf in new_leaves)
+        # If a process lacks log-probabilities, all processes compute them, because the forward pass is collective.
+        if self.needs_logprobs and self.policy.ranks.most(num_unknown):
+            for leaf, values in zip(new_leaves, self.logprobs(prefixes, completions), strict=True):
+                leaf.logprobs = values
 
     def logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float | None]]:
         """Return the log-probabilities of completions after prefixes, from a forward pass of the policy."""
@@ -141,8 +141,9 @@ class ForkExplorer(BranchExplorer):
         return [[*values] for values in found[: len(prefixes)]]
 
     def end(self, leaf: TreeCompletion) -> int:
-        """Return the first token at which a completion may not be forked: the one after `fork_until`, or its end. A
-        completion that was cut off and is not trained gets 0."""
+        """Return the first token at which a completion may not be forked: the token after the first text of
+        `fork_until`, or the end of the completion. Return 0 if the completion was cut off, and is therefore not
+        trained."""
         ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
         if self.args.mask_truncated_completions and leaf.token_ids[-1] not in ends:
             return 0
@@ -217,7 +218,7 @@ class ForkExplorer(BranchExplorer):
         for tree in self.trees:
             known = {leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)}
             num_contrasts += len(known) > 1
-            num_trained += len(tree.trained) - (len(tree.leaves) - len(tree.branches))
+            num_trained += sum(place in tree.branches for place in tree.trained)
             for leaf in tree.leaves:
                 if leaf.parent is not None:
                     pairs.append((leaf, tree.leaves[leaf.parent]))
@@ -283,5 +284,7 @@ class UncertainForkExplorer(ForkExplorer):
                         generator=self.policy.exploration_generator,
                     )
                 )
-            again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
-            self.grow(forks, args.branches_per_fork, logprobs=again)
+            is_last = number + 1 == args.num_rounds
+            # Only the next round needs log-probabilities, to choose forks in the new branches.
+            needs_logprobs = not is_last and args.fork_selection == "uncertain"
+            self.grow(forks, args.branches_per_fork, logprobs=needs_logprobs)

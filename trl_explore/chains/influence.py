@@ -57,18 +57,19 @@ def influential_steps(
     possible = open_steps(starts, end=end)
     if not possible:
         return []
-    of_possible = []
+    known = []  # influence of each step; 0 if the step cannot be forked
     for value, start in zip(influence, starts, strict=True):
-        of_possible.append(value if start in possible else 0.0)
-    values = torch.tensor(of_possible)
+        known.append(value if start in possible else 0.0)
+    values = torch.tensor(known)
     threshold = values.quantile(quantile)
-    if threshold == 0 and values.any():  # most steps get no attention
-        threshold = values[values > 0].min()
+    if threshold == 0 and values.any():
+        threshold = values[values > 0].min()  # most steps get no attention, so take those that get any
     chosen: list[int] = []
+    nearest = distance  # first token at which the next fork may be
     for start, value in zip(starts, values.tolist(), strict=True):
-        far = start >= distance and (not chosen or start - chosen[-1] >= distance)
-        if start in possible and value >= threshold.item() and far and len(chosen) < number:
+        if start in possible and value >= threshold.item() and start >= nearest and len(chosen) < number:
             chosen.append(start)
+            nearest = start + distance
     others = [start for start in possible if start not in chosen]
     return sorted(chosen + others[: number - len(chosen)])
 
@@ -84,8 +85,8 @@ def forked_chains(
     """
     Return the indices of the chains of a prompt that are forked: `ceil(G exp(-accuracy))` of its G scored chains.
 
-    Chains with the rarer outcome are chosen first, then random ones of the others. `scored` is True for a completion
-    with a reward, `[L]`.
+    Chains with the rarer outcome are chosen first, then random chains with the other outcome. `scored` is True for a
+    completion with a reward, `[L]`.
     """
     solved, failed = [], []
     for i, leaf in enumerate(leaves):

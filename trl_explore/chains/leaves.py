@@ -42,16 +42,16 @@ def chain_of(leaves: Sequence[TreeCompletion], place: int) -> int:
 
 def shared_tokens(leaves: Sequence[TreeCompletion]) -> list[list[int]]:
     """
-    Return the number of first tokens that each two completions share by a fork, `[L][L]`.
+    Return the length of the prefix that each two completions share by a fork, `[L][L]`.
 
     Two chains share 0 tokens, even if their texts begin alike. A completion shares all its tokens with itself.
     """
     shared: list[list[int]] = []
     for leaf in leaves:
-        before = [0] * len(shared)  # tokens shared with each earlier completion
+        with_earlier = [0] * len(shared)  # number of tokens shared with each earlier completion
         if leaf.parent is not None:
-            before = [min(leaf.start, number) for number in shared[leaf.parent]]
-        for row, number in zip(shared, before, strict=True):
+            with_earlier = [min(leaf.start, number) for number in shared[leaf.parent]]
+        for row, number in zip(shared, with_earlier, strict=True):
             row.append(number)
-        shared.append([*before, leaf.length])
+        shared.append([*with_earlier, leaf.length])
     return shared

@@ -8,7 +8,7 @@ from trl_explore.pivots.method import pivot_options
 # Metrics of the branches of TreeRL and AttnRL.
 _BRANCH_METRICS = {
     "branch/forks": "number of forks, over all processes",
-    "branch/uncertainty": "mean `-log p` of the forked tokens, which were sampled again, if it is known",
+    "branch/uncertainty": "mean `-log p` of the tokens that branches sampled again, if it is known",
     "branch/depth": "mean position of forks, from 0 (the prompt) to 1 (the end)",
     "branch/contrast_fraction": "share of prompts whose completions and branches did not all get the same reward. All "
     "other prompts train nothing",
@@ -27,19 +27,20 @@ _BRANCH_METRICS = {
 def _attn_rl_options(task: Any) -> dict[str, Any] | None:
     if is_agent(task):
         return None
-    few_short_steps = {"influence_distance": 1, "min_fork_distance": 0}
+    # With the default distances, influence could choose hardly any step of a short completion.
+    short_distances = {"influence_distance": 1, "min_fork_distance": 0}
     if for_language_models(task):
-        # Short answers have no blank line, at which AttnRL cuts by default, so they would have no fork.
+        # By default, AttnRL cuts at blank lines. Short answers have none, so their task names its own delimiters.
         delimiters = getattr(task, "step_delimiters", None)
         if delimiters is None:
             return {}
-        return {**few_short_steps, "step_delimiters": delimiters}
+        return {**short_distances, "step_delimiters": delimiters}
     segments = pivot_options(task)
     if segments is None:
         return None
     if "segment_delimiters" in segments:
-        return {**few_short_steps, "step_delimiters": segments["segment_delimiters"]}
-    return {**few_short_steps, "step_length": segments["segment_length"]}
+        return {**short_distances, "step_delimiters": segments["segment_delimiters"]}
+    return {**short_distances, "step_length": segments["segment_length"]}
 
 
 TREE_RL = Method(

@@ -50,7 +50,7 @@ class AttentionReader:
         if self.policy.accelerator.distributed_type in SHARDED:
             return  # the weights are still in parts, so a forward pass is not possible yet
         training = self.policy.model.training
-        self.policy.model.train()  # training mode, as in a run. For layers of bitsandbytes see `without_dropout`
+        self.policy.model.train()  # a run reads in training mode, see `without_dropout`
         with self._reading([(0, 4), (4, 8)], num_tokens=8) as found:
             self._pass([*range(8)])
         self.policy.model.train(training)
@@ -78,9 +78,9 @@ class AttentionReader:
         # Every process must run the same number of forward passes.
         num_fillers = self.policy.ranks.most(len(long_rows)) - len(long_rows)
         for i in long_rows:
-            with self._reading(steps[i], num_tokens=len(rows[i])) as layers:
+            with self._reading(steps[i], num_tokens=len(rows[i])) as found:  # `(S,)` of each layer
                 self._pass(rows[i])
-            influence[i] = torch.stack(layers).amax(dim=0).tolist()
+            influence[i] = torch.stack(found).amax(dim=0).tolist()
         for _ in range(num_fillers):
             with self._reading([(0, 1)], num_tokens=1):
                 self._pass([self.policy.eos_token_ids[0]])

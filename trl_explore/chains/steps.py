@@ -5,6 +5,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,9 @@ class StepForks:
     """
     Chooses the forks of a generation batch.
 
-    A prompt that all its chains solved is forked only if its mean influence is above the mean over such prompts in the
-    run so far. `sum` and `number` are the sum of their mean influences, and their number.
+    If all chains of a prompt succeeded, they are forked only if the mean influence of their steps is high: above the
+    average over such prompts in the run so far. `sum` is the sum of the mean influences of such prompts, and `number`
+    is the number of such prompts.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -140,7 +142,8 @@ class StepForks:
             )
 
     def _chains_to_fork(self, trees: list[CompletionTree], all_cuts: list[list[ChainSteps]]) -> list[list[int]]:
-        """Return the indices of the chains of each tree that are forked: all, or fewer if the prompt is easy."""
+        """Return the indices of the chains of each tree that are forked: all chains with a reward, or with
+        `adaptive_sampling` fewer, depending on the success rate of the prompt."""
         scored = []
         for tree in trees:
             scored.append([not math.isnan(leaf.reward) for leaf in tree.leaves])
@@ -156,12 +159,12 @@ class StepForks:
         solved_means = [mean for mean, is_solved in zip(means, solved, strict=True) if is_solved]
         total = self.policy.ranks.summed({"sum": sum(solved_means), "number": len(solved_means)})
         self.sum, self.number = self.sum + total["sum"], self.number + total["number"]
+        generator = self.policy.exploration_generator
         forked: list[list[int]] = []
         for tree, known, mean, is_solved in zip(trees, scored, means, solved, strict=True):
             if is_solved and mean <= self.sum / self.number:
                 forked.append([])
             else:
-                generator = self.policy.exploration_generator
                 forked.append(forked_chains(tree.leaves, scored=known, generator=generator))
         return forked
 
@@ -174,8 +177,9 @@ class StepForks:
             order = torch.randperm(len(starts), generator=self.policy.exploration_generator).tolist()
             return sorted(starts[i] for i in order[: args.num_forks])
         if args.fork_selection == "uncertain":
-            by_uncertainty = sorted(starts, key=lambda start: -uncertainty(leaves, (place, start)))
-            return sorted(by_uncertainty[: args.num_forks])
+            points = [(place, start) for start in starts]
+            points.sort(key=partial(uncertainty, leaves), reverse=True)
+            return sorted(start for _, start in points[: args.num_forks])
         return influential_steps(
             cut.influence,
             cut.starts,

@@ -1,6 +1,7 @@
 """Choice of forks in TreeRL: the sampled tokens with the lowest probability. Follows EPTree of TreeRL
 (https://huggingface.co/papers/2506.11902), section 3.2."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
@@ -80,14 +81,18 @@ def uncertainty(leaves: Sequence[TreeCompletion], point: ForkPoint) -> float:
     place, token = point
     leaf = leaves[place]
     logprob = leaf.logprobs[token - leaf.start] if leaf.logprobs else None
-    return -logprob if logprob else 0.0
+    if not logprob:  # None or 0
+        return 0.0
+    return -logprob
 
 
 def first_text_end(
     ids: Sequence[int], tokenizer: Decoder, texts: Sequence[str], *, cache: dict[int, str]
 ) -> int | None:
     """
-    Return the index of the token with which the first of some texts ends, in any case, or None if no text occurs.
+    Return the index of the token in which the first occurrence of any of the texts ends, or None if no text occurs.
+
+    The search ignores case.
 
     Args:
         ids (`Sequence[int]`):
@@ -100,11 +105,13 @@ def first_text_end(
             Texts of tokens that were decoded before; new ones are added.
     """
     parts = token_texts(ids, tokenizer, cache=cache)
-    whole = "".join(parts).lower()
+    whole = "".join(parts)
     found = []
     for text in texts:
-        if text.lower() in whole:
-            found.append(whole.index(text.lower()) + len(text))
+        # Not `lower()`, which can change the number of characters.
+        match = re.search(re.escape(text), whole, re.IGNORECASE)
+        if match:
+            found.append(match.end())
     if not found:
         return None
     token_ends = list(accumulate(map(len, parts)))
@@ -131,5 +138,5 @@ def choose_trained(leaves: Sequence[TreeCompletion], number: int | None, *, gene
         successes = [i for i in drawn if leaves[i].solved]
         if successes:
             drawn.remove(successes[0])
-            drawn.insert(0, successes[0])
+            drawn.insert(0, successes[0])  # the first branches are trained
     return sorted(chains + drawn[: number - len(chains)])

@@ -18,26 +18,27 @@ def token_advantages(leaves: Sequence[TreeCompletion], trained: Collection[int] 
         leaves (`Sequence[TreeCompletion]`):
             The completions of one prompt, parents first.
         trained (`Collection[int]`, *optional*):
-            Indices of the completions whose rows are trained. leaves(s) counts only these. None: all.
+            Indices of the completions whose rows are trained. leaves(s) counts only these. None: all completions.
 
     Returns:
         `list[list[float]]`: Advantages `[L][T_i]`.
     """
     shared = shared_tokens(leaves)
+    if trained is None:
+        trained = range(len(leaves))
     scored = [i for i, leaf in enumerate(leaves) if not math.isnan(leaf.reward)]
-    counted = range(len(leaves)) if trained is None else trained
     # The formula has only differences of rewards. Relative to one of them, equal rewards give exactly 0.
     rewards = {i: leaves[i].reward - leaves[scored[0]].reward for i in scored}
     advantages = []
     for i, leaf in enumerate(leaves):
         if i in rewards:
-            advantages.append(_advantages_of_one(shared[i], rewards, counted))
+            advantages.append(_advantages_of_one(shared[i], rewards, trained))
         else:
             advantages.append([0.0] * leaf.length)
     return advantages
 
 
-def _advantages_of_one(shared: Sequence[int], rewards: Mapping[int, float], counted: Collection[int]) -> list[float]:
+def _advantages_of_one(shared: Sequence[int], rewards: Mapping[int, float], trained: Collection[int]) -> list[float]:
     """
     Return the advantages of the tokens of one completion, `[T]`.
 
@@ -46,17 +47,18 @@ def _advantages_of_one(shared: Sequence[int], rewards: Mapping[int, float], coun
             Number of tokens that it shares with each completion of the tree, `[L]`.
         rewards (`Mapping[int, float]`):
             Rewards of the completions that have one, by index.
-        counted (`Collection[int]`):
+        trained (`Collection[int]`):
             Indices of the completions that leaves(s) counts.
     """
     advantages: list[float] = []
     root = parent = _mean_reward(rewards, list(rewards))
-    node_ends = sorted({shared[i] for i in rewards} - {0})
-    for end in node_ends:
+    # A node ends where another completion forks. The last node ends with this completion, whose length is in `shared`.
+    node_ends = {shared[i] for i in rewards if shared[i] > 0}
+    for end in sorted(node_ends):
         below = [i for i in rewards if shared[i] >= end]
         value = _mean_reward(rewards, below)
-        num_leaves = sum(i in counted for i in below)
-        advantage = (value - root + value - parent) / math.sqrt(max(num_leaves, 1))
+        trained_below = [i for i in below if i in trained]
+        advantage = (value - root + value - parent) / math.sqrt(max(len(trained_below), 1))
         advantages += [advantage] * (end - len(advantages))
         parent = value
     return advantages

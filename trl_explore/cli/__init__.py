@@ -19,7 +19,7 @@ from trl_explore.visible_text import visible_text
 
 ROOM = (
     "Complete files are kept, and an incomplete checkpoint is skipped later. Free some space, or keep fewer "
-    "checkpoints with --save_total_limit, and run the same command again; `train` goes on with "
+    "checkpoints with --save_total_limit, and run the same command again; `train` continues with "
     "--resume_from_checkpoint true"
 )
 AFTER_CTRL_C = {
@@ -54,7 +54,7 @@ def _build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--model", default="intfloat/e5-base-v2", help="E5 model of `dense` (default: %(default)s)")
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    serve.add_argument("--top_k", type=int, default=3, help="passages if a request has no number (default: 3)")
+    serve.add_argument("--top_k", type=int, default=3, help="passages, unless a request says how many (default: 3)")
     serve.add_argument("--max_top_k", type=int, default=100, help="most passages per query (default: %(default)s)")
     serve.add_argument("--max_queries", type=int, default=512, help="most queries per request (default: %(default)s)")
     serve.add_argument("--max_query_chars", type=int, default=10_000, help="longest query (default: %(default)s)")
@@ -75,7 +75,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     quickstart.description = (
         "Train GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration, offline: under 4 minutes on two "
-        "CPU cores. The same command goes on where it was stopped."
+        "CPU cores. The same command continues where it was stopped."
     )
     quickstart.add_argument("--fast", action="store_true", help="fewer steps and seeds: a check that everything runs")
     quickstart.add_argument("--output_dir", help="where results go (default: out/quickstart, or out/quickstart-fast)")
@@ -87,7 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
         default=count_cores(),
         help="runs at a time (default: the number of cores, %(default)s)",
     )
-    quickstart.add_argument("--resume", action="store_true", help="not needed: the same command goes on by itself")
+    quickstart.add_argument("--resume", action="store_true", help="not needed: the same command continues by itself")
     return parser
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trl_explore.advice.advise import Advice, advise
-from trl_explore.advice.signs import read_signs
+from trl_explore.advice.signs import Pair, read_signs
 from trl_explore.fitting_table import FittingTable
 from trl_explore.visible_text import visible_text
 
@@ -62,16 +62,21 @@ def _print_signs(console: Console, advice: Advice) -> None:
     }
     for name, title in names.items():
         if name in signs.values:
-            rows.append([title, *(f"{value:.3g}" for value in signs.values[name])])
+            rows.append(_row(title, signs.values[name]))
     for title, pair in (("groups all wrong", signs.all_wrong), ("groups all right", signs.all_right)):
         if pair:
-            rows.append([title, *(f"{value:.3g}" for value in pair)])
+            rows.append(_row(title, pair))
     for name, pair in signs.sources.items():
-        rows.append([f"contrast per 1,000 tokens: {name}", *(f"{1000 * value:.3g}" for value in pair)])
+        per_thousand = Pair(1000 * pair.start, 1000 * pair.end)
+        rows.append(_row(f"contrast per 1,000 tokens: {name}", per_thousand))
     if signs.explored:
-        rows.append(["prompts explored", *(f"{value:.3g}" for value in signs.explored)])
+        rows.append(_row("prompts explored", signs.explored))
     for name, pair in signs.solved.items():
-        rows.append([f"explored prompts solved: {name}", *(f"{value:.3g}" for value in pair)])
+        rows.append(_row(f"explored prompts solved: {name}", pair))
     for k, pair in signs.pass_at.items():
-        rows.append([f"pass@{k}", *(f"{value:.3g}" for value in pair)])
+        rows.append(_row(f"pass@{k}", pair))
     console.print(FittingTable(["", "start", "end"], rows))
+
+
+def _row(title: str, pair: Pair) -> list[str]:
+    return [title, f"{pair.start:.3g}", f"{pair.end:.3g}"]

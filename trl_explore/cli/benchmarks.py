@@ -110,19 +110,25 @@ def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace)
     origin = {"path": preset.path, "config": preset.config, "split": args.dataset_split or preset.split}
     graders = args.reward_funcs or [preset.reward]
     fields = ("num_samples", "temperature", "top_p", "max_new_tokens")
-    recommended = {field: getattr(preset, field) for field in fields}
-    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
-    return Benchmark(name, origin, prompts, rewards, _answer_fn(preset.reward), recommended, reads_answers)
+    return Benchmark(
+        name=name,
+        origin=origin,
+        rows=prompts,
+        reward_funcs=load_reward_functions(graders, None),
+        answer_fn=_answer_fn(preset.reward),
+        recommended={field: getattr(preset, field) for field in fields},
+        reads_answers=bool(ANSWER_REWARDS & {*graders}),
+    )
 
 
 def _config(name: str | None, path: str) -> str | None:
     """Return the configuration to load. None for a local copy that has no such configuration."""
     from datasets import get_dataset_config_names
 
-    found = Path(path).expanduser()
-    if name is None or not found.exists():
+    local = Path(path).expanduser()
+    if name is None or not local.exists():
         return name
-    if found.is_dir() and name in get_dataset_config_names(str(found)):
+    if local.is_dir() and name in get_dataset_config_names(str(local)):
         return name
     return None
 
@@ -137,7 +143,7 @@ def _from_task(name: str, task: Any, args: argparse.Namespace) -> Benchmark:
     origin: dict[str, str | None] = {"path": name, "config": None, "split": "evaluation"}
     # Each task marks answers differently. By default, votes count whole completions.
     answer_fn = getattr(task, "answer_fn", str.strip)
-    return Benchmark(_label(name), origin, rows, rewards, answer_fn, recommended, False)
+    return Benchmark(_label(name), origin, rows, rewards, answer_fn, recommended, reads_answers=False)
 
 
 def _rewards_or(args: argparse.Namespace, default: list[Any]) -> list[Any]:
@@ -170,7 +176,7 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
         recommended["max_new_tokens"] = task.options["max_completion_length"]
     config = json.dumps(fields) if fields else None
     origin = {"path": args.task, "config": config, "split": "evaluation"}
-    return Benchmark(_label(args.task), origin, rows, rewards, task.answer_fn, recommended, False)
+    return Benchmark(_label(args.task), origin, rows, rewards, task.answer_fn, recommended, reads_answers=False)
 
 
 def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
@@ -193,8 +199,15 @@ def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
     name = text
     if looks_like_path(text) or Path(text).exists():
         name = Path(text).stem
-    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
-    return Benchmark(_label(name), origin, rows, rewards, _answer_fn(graders[0]), {}, reads_answers)
+    return Benchmark(
+        name=_label(name),
+        origin=origin,
+        rows=rows,
+        reward_funcs=load_reward_functions(graders, None),
+        answer_fn=_answer_fn(graders[0]),
+        recommended={},
+        reads_answers=bool(ANSWER_REWARDS & {*graders}),
+    )
 
 
 def _answer_fn(grader: str) -> Callable[[str], Hashable | None]:
@@ -237,8 +250,8 @@ def _explain(error: Exception, name: str, path: str) -> str:
         )
     if isinstance(error, ConnectionError):
         return (
-            f"{path} is not on this machine, and the Hub cannot be reached: where it can, get it with `hf download "
-            f"{path} --repo-type dataset --local-dir FOLDER`, then {copy}"
+            f"{path} is not on this machine, and the Hub cannot be reached: run `hf download {path} --repo-type "
+            f"dataset --local-dir FOLDER` on a machine that reaches it, then {copy}"
         )
     return f"{path} cannot be loaded: {error}"
 

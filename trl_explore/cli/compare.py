@@ -20,7 +20,8 @@ Train several methods on the same number of generated tokens (or seconds) and co
   trl-explore compare --methods grpo my_module.MyTrainer # a trainer of your own
   trl-explore compare --config comparison.yaml           # your model, data and arms
 
-comparison.yaml, for example (next to the first three lines and in options, flags of `trl-explore train` are allowed):
+An example of comparison.yaml. It may have all fields of `trl-explore train`: fields of the model and the data next to
+model_name_or_path, and fields of the training in the options of an arm, or in `common` for all arms:
 
   model_name_or_path: Qwen/Qwen2.5-1.5B
   dataset_name: data.jsonl

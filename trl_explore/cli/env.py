@@ -87,8 +87,7 @@ def describe_environment() -> str:
         found = difference(seam)
         num_moved += found is not None
         seam_lines.append(f"  - {seam.path} ({seam.needed_by or seam.door}): {found or 'fits'}")
-    facts["seams into TRL and transformers"] = f"all {len(SEAMS)} fit"
-    if num_moved:
-        facts["seams into TRL and transformers"] = f"{num_moved} of {len(SEAMS)} moved"
+    fit = f"{num_moved} of {len(SEAMS)} moved" if num_moved else f"all {len(SEAMS)} fit"
+    facts["seams into TRL and transformers"] = fit
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     return "\n".join(lines + seam_lines)

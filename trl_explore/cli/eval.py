@@ -60,7 +60,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="model, or the folder of an adapter")
     add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
-    add("--dataset", nargs="+", metavar="D", help="what to evaluate on, see above")
+    add("--dataset", nargs="+", metavar="D", help="data sets, see D above")
     add("--task", metavar="T", help="task to evaluate on, on its held-out problems; all: trl-explore tasks")
     add("--task_config", metavar="JSON", help="fields of the task, as in `train`")
     add("--output_dir", required=True, metavar="DIR", help="results.json, and the completions of each data set")
@@ -73,10 +73,10 @@ def build_parser() -> FlagParser:
     add("--seed", type=int, default=0, help="of the samples; a vLLM server has its own (default: %(default)s)")
     add("--limit", type=int, metavar="N", help=f"first N prompts (default: all; {TASK_PROMPTS} of an embedded task)")
     add("--system_prompt", metavar="TEXT", help="message before each question of a benchmark")
-    add("--reward_funcs", nargs="+", metavar="R", help="what grades, as in `train`, instead of what D recommends")
+    add("--reward_funcs", nargs="+", metavar="R", help="reward functions, as in `train`, instead of those of D")
     add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
     add("--success_reward", metavar="NAME", help="reward function that decides success (default: the sum of all)")
-    add("--dataset_config", metavar="NAME", help="configuration, for data of one's own")
+    add("--dataset_config", metavar="NAME", help="configuration of your own data set on the Hub")
     add("--dataset_split", metavar="NAME", help="split (default: the benchmark's, else `test` or the only one)")
     add("--model_revision", default="main", metavar="NAME", help="revision on the Hub (default: %(default)s)")
     add("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: %(default)s)")
@@ -249,7 +249,7 @@ def _earlier_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"{path} is no file of results ({error!r}); name another output_dir") from error
     if known["weights"] != model["weights"]:
         raise UsageError(
-            f"{path} holds results of other weights: those of {_named(known)}, now {_named(model)}. "
+            f"{path} holds results of other weights: the model was {_named(known)}, and is {_named(model)} now. "
             "Name another output_dir, or delete that one."
         )
     return results

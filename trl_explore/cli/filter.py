@@ -194,6 +194,7 @@ def _prompts_of_task(args: argparse.Namespace, task: "RunTask") -> "Dataset":
 def _filter(
     args: argparse.Namespace, dataset: "Dataset", rewards: list[Any], settings: dict[str, Any], output: Path
 ) -> int:
+    """Sample, write the hard prompts to `output`, and return the exit status."""
     import torch
     from accelerate import PartialState
 
@@ -235,7 +236,7 @@ def _filter(
         print(f"Pass rates: {_histogram(rates, args.k)}")
         if len(hard):
             _write(hard, output)
-            print(f"Written to {output}; {scores.name} lets another --threshold do without sampling.")
+            print(f"Written to {output}. With {scores.name}, another --threshold needs no sampling.")
     state.destroy_process_group()
     if not len(hard):
         raise UsageError(f"no prompt is left, and {output} was not written: raise --threshold above {args.threshold}")

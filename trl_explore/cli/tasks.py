@@ -103,8 +103,8 @@ def list_tasks(groups: tuple[str, ...]) -> tuple[list[Listed], dict[str, str]]:
             Groups, from [`GROUPS`].
 
     Returns:
-        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and a sentence with the command
-            that installs it for each package that is missing.
+        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and by group, a sentence that
+            tells how to install the package that is missing.
     """
     listed: list[Listed] = []
     missing: dict[str, str] = {}
@@ -149,7 +149,8 @@ def _games(ids: list[str]) -> list[Listed]:
     """Return one line per game. Variants of a game differ in size and difficulty."""
     families: dict[str, list[str]] = {}
     for name in ids:
-        families.setdefault(VARIANT.split(name, maxsplit=1)[0], []).append(name)
+        game = VARIANT.split(name, maxsplit=1)[0]
+        families.setdefault(game, []).append(name)
     lines = []
     for variants in families.values():
         first = min(variants, key=len)
@@ -204,10 +205,9 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
     from trl_explore.runs.tasks import find_run_task, read_task_config
 
     fields = read_task_config(config)
-    task = example = find_run_task(name, fields)
+    task = find_run_task(name, fields)
     of_package = names_a_spec(name)
-    if of_package:
-        example = find_run_task(name, {**ONE_ROW, **fields})
+    example = find_run_task(name, {**ONE_ROW, **fields}) if of_package else task
     try:
         row = dict(example.held_out_rows(1)[0])
     except ValueError as error:

@@ -62,7 +62,7 @@ Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train 
 
 def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]]:
     """
-    Read `--method`, `--trainer` and `--config` before the other flags, because the method determines which they are.
+    Read `--method`, `--trainer` and `--config` before the other flags, because the method has flags of its own.
 
     Args:
         argv (`list[str]`):
@@ -73,7 +73,7 @@ def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]
         which a method or trainer of the flags replaces the method or trainer of the file.
 
     Raises:
-        UsageError: If there is no method, an unknown one, or a method and a trainer.
+        UsageError: If no method is given, the method is unknown, or both a method and a trainer are given.
     """
     scout = OneLineParser(add_help=False, allow_abbrev=False)
     for name in ("--method", "--trainer", "--config"):
@@ -127,13 +127,13 @@ def method_help(row: Method) -> str:
     from trl_explore.trainers import ExplorationConfig
 
     config, chosen = row.config_class, flag_of(row.name)
-    of_run: dict[str, Field[Any]] = {}
+    by_name: dict[str, Field[Any]] = {}
     for spec in (*fields(GRPOConfig), *fields(ModelConfig), *fields(TrainArguments)):
-        of_run[spec.name] = spec
-    plain = {spec.name for spec in fields(GRPOConfig)}
-    shared = {spec.name for spec in fields(ExplorationConfig)}
-    own = [spec for spec in fields(config) if spec.name not in plain | shared]
-    common = [spec for spec in fields(config) if spec.name in shared - plain]
+        by_name[spec.name] = spec
+    of_grpo = {spec.name for spec in fields(GRPOConfig)}
+    shared = {spec.name for spec in fields(ExplorationConfig)} - of_grpo
+    own = [spec for spec in fields(config) if spec.name not in of_grpo | shared]
+    common = [spec for spec in fields(config) if spec.name in shared]
     names = ", ".join(spec.name for spec in common)
     lines = [f"usage: trl-explore train {chosen} [--config RUN.yaml] [--FIELD VALUE ...]"]
     if own:
@@ -143,7 +143,7 @@ def method_help(row: Method) -> str:
         lines += textwrap.wrap(names, 119, initial_indent="  ", subsequent_indent="  ")
     elif common:
         lines += ["", "Fields of all methods but grpo:", *map(_help_line, common)]
-    lines += ["", "Of all methods, with many more:", *(_help_line(of_run[name]) for name in FIRST_FIELDS)]
+    lines += ["", "Of all methods, with many more:", *(_help_line(by_name[name]) for name in FIRST_FIELDS)]
     return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train {chosen} --help-all"])
 
 
@@ -156,11 +156,12 @@ def _help_line(spec: "Field[Any]") -> str:
     shown = ""
     if default not in (None, False, MISSING) and len(repr(default)) <= 20:
         shown = f" [{default!r}]"
+    room = 86 - len(shown)
     text = spec.metadata.get("help", "")  # fields of a user's own configuration may have no help
-    sentences = re.split(r"(?<!Eq)\. ", text.replace("%%", "%").rstrip("."))
-    while len(sentences) > 1 and len(". ".join(sentences)) > 86 - len(shown):
+    sentences = re.split(r"(?<!Eq)\. ", text.replace("%%", "%").rstrip("."))  # `Eq. 5` ends no sentence
+    while len(sentences) > 1 and len(". ".join(sentences)) > room:
         sentences.pop()
-    text = textwrap.shorten(". ".join(sentences), 86 - len(shown), placeholder=" ...")
+    text = textwrap.shorten(". ".join(sentences), room, placeholder=" ...")
     return f"  {'--' + spec.name:<29} {text}{shown}"
 
 
@@ -190,12 +191,13 @@ def run(argv: list[str]) -> int:
         _check_earlier_run(training_args, checkpoint, model_args.model_name_or_path)
     try:
         trainer = find_method(str(script_args.method)).trainer_class(**trainer_arguments(arguments))
-    except (ValueError, NotImplementedError, HubError) as error:  # their messages tell users how to go on
+    except (ValueError, NotImplementedError, HubError) as error:  # their messages say what to change
         raise UsageError(str(error)) from error
-    if script_args.task is None:
-        data: str | list[str] | None = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
-    else:
+    data: str | list[str] | None = str(script_args.dataset_name)
+    if script_args.task is not None:
         data = _name_task(trainer, script_args.task)
+    elif mixture.datasets:
+        data = [source.path for source in mixture.datasets]
     if script_args.overwrite_output_dir and checkpoint is None:
         _set_aside_checkpoints(trainer)
     return _train(trainer, data, checkpoint, argv)

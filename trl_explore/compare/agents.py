@@ -49,11 +49,11 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
         totals: list[float] = []
         should_log = trainer.control.should_log  # `evaluate` logs its metrics, and every log resets this flag
-        end = watch(
-            trainer,
-            "rewarded",
-            lambda *given: totals.extend(combine_rewards(given[-1], trainer.reward_weights).tolist()),
-        )
+
+        def add_totals(*arguments_and_rewards: Any) -> None:
+            totals.extend(combine_rewards(arguments_and_rewards[-1], trainer.reward_weights).tolist())
+
+        end = watch(trainer, "rewarded", add_totals)
         try:
             with undisturbed(trainer.model, seed=seed):
                 metrics = trainer.evaluate()
@@ -64,7 +64,8 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         if not k:
             return found
         correct, num_samples = [0] * num_tasks, trainer.num_generations_eval
-        order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)  # tasks come shuffled
+        # TRL shuffles the tasks with a fixed seed, so a new sampler gives each sample's task in the same order.
+        order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)
         for index, total in zip(order, totals, strict=True):
             correct[index] += is_success(total, threshold=1.0)
         for n in k:

@@ -92,9 +92,9 @@ def check_trainers(folder: ComparisonFolder) -> None:
     Raises:
         UsageError: If a trainer refuses its arm's configuration.
     """
-    # The trainers are not kept for the runs. Together they could exceed the memory, worker processes could not get
-    # them, and transformers seeds the random generators when it constructs a trainer, so each run needs its own
-    # construction just before it to be reproducible.
+    # The runs do not reuse these trainers. Together they could exceed the memory, and they cannot be sent to worker
+    # processes. Also, transformers seeds the random generators when it constructs a trainer. So a run is reproducible
+    # only if its trainer is constructed just before it.
     comparison = folder.comparison
     with tempfile.TemporaryDirectory() as temporary:
         start = None
@@ -102,7 +102,8 @@ def check_trainers(folder: ComparisonFolder) -> None:
             # An untrained model is enough for this check; a warm start takes minutes.
             build_model(seed=0, **comparison.model_size).save_pretrained(temporary)
             start = temporary
-        for name, arm in {arm.name: arm for arm, _ in folder.missing()}.items():
+        arms = {arm.name: arm for arm, _ in folder.missing()}
+        for name, arm in arms.items():
             try:
                 trainer = build_run(comparison, arm, seed=0, folder=Path(temporary), start=start)[0]
             except (UsageError, ValueError, NotImplementedError, ImportError) as error:
@@ -127,7 +128,7 @@ def _executor(folder: ComparisonFolder, processes: int | None) -> Iterator[Execu
 def _announce(folder: ComparisonFolder) -> None:
     """Print how many runs the comparison has, their budget, and how many are finished."""
     comparison, num_done = folder.comparison, folder.num_runs - len(folder.missing())
-    budget = {"seconds": "wall seconds"}.get(comparison.unit, comparison.unit)
+    budget = "wall seconds" if comparison.unit == "seconds" else comparison.unit
     already = f", {num_done} of them done" if num_done else ""
     print(
         f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each{already}: "

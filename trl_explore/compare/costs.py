@@ -63,8 +63,10 @@ def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
     if end is None:
         raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][cost]} {cost}.")
     known = [(point[cost], point[metric]) for point in points if point[cost] < reading] + [(reading, end)]
-    parts = [(after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(known)]
-    return sum(parts) / (reading - known[0][0])
+    area = 0.0
+    for (cost_before, value_before), (cost_after, value_after) in pairwise(known):
+        area += (cost_after - cost_before) * (value_before + value_after) / 2
+    return area / (reading - known[0][0])
 
 
 def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence[str]) -> dict[str, list[int]]:
@@ -91,7 +93,7 @@ def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence
         starts[run["arm"], run["seed"]] = [first.get(metric) for metric in metrics]
     found: dict[str, list[int]] = {}
     for (arm, seed), start in starts.items():
-        if start != starts.get((base, seed), start):
+        if (base, seed) in starts and start != starts[base, seed]:
             found.setdefault(arm, []).append(seed)
     return found
 
@@ -117,7 +119,7 @@ def mean_curve(
     curves: Sequence[Points], cost: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
     """
-    Average the curves of several seeds at every cost at which one of them was measured and all have a value.
+    Average the curves of several seeds at every cost at which one curve was measured and all curves have a value.
 
     Args:
         curves (`Sequence[Points]`):
@@ -136,7 +138,7 @@ def mean_curve(
     readings = set()
     for points in curves:
         readings |= {point[cost] for point in points}
-    mean = []
+    averages = []
     for reading in sorted(readings):
         values = [value_at(points, cost, reading, metric) for points in curves]
         known = [value for value in values if value is not None]
@@ -145,8 +147,8 @@ def mean_curve(
             low, high = min(known), max(known)
             if t_interval and half is not None:
                 low, high = middle - half, middle + half
-            mean.append((reading, middle, low, high))
-    return mean
+            averages.append((reading, middle, low, high))
+    return averages
 
 
 def common_reading(runs: Sequence[Mapping[str, Any]], cost: str) -> float:

@@ -1,4 +1,4 @@
-"""Changes by training that only many samples show: pass@k at large k, and problems newly solved or lost."""
+"""Results that need many samples per problem: pass@k at large k, and the numbers of problems newly solved and lost."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
     Count the problems that training newly solved, and the problems that it newly lost.
 
     A problem is newly solved if it had no success before training and at least 5 after it. It is newly lost if it is
-    the other way round. With 5 successes against none, a binomial test is significant at 5 %: a fair coin would put
-    all five on the same side in 1 of 32 cases.
+    the other way round. A binomial test of 5 successes against none is significant at 5 %: a fair coin shows heads
+    five times in a row in 1 of 32 cases.
 
     Args:
         before (`Sequence[int]`):
@@ -66,7 +66,7 @@ def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
 
 
 def appeared(count: int) -> bool:
-    """Return whether `count` successes on one side and none on the other are more than chance at 95 %."""
+    """Return whether the difference between no success and `count` successes is significant at `LEVEL`."""
     return count > 0 and float(binomtest(count, count, alternative="greater").pvalue) < LEVEL
 
 
@@ -76,8 +76,9 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
 
     Args:
         runs (`Sequence[Mapping]`):
-            Runs; every arm has the same seeds. Every last point has `end_correct`, the successes per problem. The
-            first points of one arm have it too: all arms of a seed start from the same model.
+            Runs; every arm has the same seeds. The last point of each run has `end_correct`, the successes per
+            problem. All arms of a seed start from the same model, so only one arm has `end_correct` at its first
+            point.
         arms (`Sequence[str]`):
             Names of the arms.
         num_samples (`int`):
@@ -90,7 +91,7 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
     seeds = sorted({run["seed"] for run in runs})
     starts = []
     for seed in seeds:
-        # It is the arm that was listed first when the seed was trained. Later, the arms may be in another order.
+        # The arm with `end_correct` was listed first when this seed was trained. The order may have changed since.
         first_points = [by_run[arm, seed][0] for arm in arms]
         starts.append(next(point["end_correct"] for point in first_points if "end_correct" in point))
 
@@ -103,12 +104,13 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
             pass_at[k] = interval(per_seed)
         return pass_at
 
-    found = [Ends("before training", at_k(starts))]
+    entries = [Ends("before training", at_k(starts))]
     for arm in arms:
         ends = [by_run[arm, seed][-1]["end_correct"] for seed in seeds]
-        solved, lost = zip(*map(newly, starts, ends), strict=True)
-        found.append(Ends(arm, at_k(ends), interval(solved), interval(lost)))
-    return found
+        changes = [newly(before, after) for before, after in zip(starts, ends, strict=True)]
+        solved, lost = [change[0] for change in changes], [change[1] for change in changes]
+        entries.append(Ends(arm, at_k(ends), interval(solved), interval(lost)))
+    return entries
 
 
 def ends_table(found: Sequence[Ends]) -> list[str]:

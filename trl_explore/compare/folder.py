@@ -1,4 +1,4 @@
-"""Folder of a comparison. Runs that it holds are not trained again; runs of another comparison are refused."""
+"""Folder of a comparison. Finished runs in it are not trained again. A folder of another comparison is refused."""
 
 import gc
 from collections.abc import Mapping
@@ -37,6 +37,20 @@ def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
     )
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings of a comparison. Raise a UsageError if somebody has damaged the file."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UsageError(
+            f"{path} is no YAML file ({' '.join(str(error).split())}); restore it, or remove the folder"
+        ) from None
+    complete = isinstance(document, dict) and all(isinstance(document.get(name), list) for name in ("arms", "seeds"))
+    if not complete or not all(isinstance(arm, dict) and "name" in arm for arm in document["arms"]):
+        raise UsageError(f"{path} holds no comparison; restore it, or remove the folder")
+    return document
+
+
 class ComparisonFolder:
     """
     Folder of a comparison: its settings, and a subfolder per arm and seed.
@@ -55,7 +69,7 @@ class ComparisonFolder:
         self.comparison, self.path = comparison, check_output_dir(path)
         settings = self.path / SETTINGS
         if settings.is_file():
-            found = differences(yaml.safe_load(settings.read_text()), comparison.document())
+            found = differences(_read_settings(settings), comparison.document())
             if found:
                 more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
                 raise UsageError(
@@ -137,14 +151,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         `list[str]`: The differences. Empty if the comparison can continue.
     """
     found = _changed("", _without_runs(old), _without_runs(new))
-    found += [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
+    found += [
+        f"seeds: {seed} in the folder, not in this comparison" for seed in old["seeds"] if seed not in new["seeds"]
+    ]
     arms = {arm["name"]: arm for arm in new["arms"]}
     for arm in old["arms"]:
         name = arm["name"]
         if name in arms:
             found += _changed(f"arms.{name}", arm, arms[name])
         else:
-            found.append(f"arms: {name} there, not now")
+            found.append(f"arms: {name} in the folder, not in this comparison")
     return found
 
 
@@ -157,9 +173,9 @@ def _changed(place: str, old: Any, new: Any) -> list[str]:
     if not isinstance(old, dict) or not isinstance(new, dict):
         if old == new:
             return []
-        return [f"{place}: {old} there, {new} now"]
+        return [f"{place}: {old} in the folder, {new} now"]
     phrases = []
     for name in dict.fromkeys([*old, *new]):
         inner = f"{place}.{name}" if place else name
-        phrases += _changed(inner, old.get(name, "nothing"), new.get(name, "nothing"))
+        phrases += _changed(inner, old.get(name, "not set"), new.get(name, "not set"))
     return phrases

@@ -38,15 +38,16 @@ def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
     """
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
-    of_methods = {row.title: row.style for row in METHODS.values() if row.style is not None}
-    for method, style in of_methods.items():
-        named_so = [name for name in names if name.startswith(method)]
-        if method in named_so:
-            styles[method] = style
-        elif named_so:
-            styles[named_so[0]] = style
-    used = {*styles.values(), of_methods["GRPO"]}
-    others = cycle([style for style in (*of_methods.values(), *MORE_STYLES) if style not in used] or MORE_STYLES)
+    method_styles = {row.title: row.style for row in METHODS.values() if row.style is not None}
+    for title, style in method_styles.items():
+        matching = [name for name in names if name.startswith(title)]
+        if title in matching:
+            styles[title] = style
+        elif matching:
+            styles[matching[0]] = style
+    used = {*styles.values(), method_styles["GRPO"]}
+    unused = [style for style in (*method_styles.values(), *MORE_STYLES) if style not in used]
+    others = cycle(unused or MORE_STYLES)
     found = {}
     for name in names:
         found[name] = styles[name] if name in styles else next(others)
@@ -62,14 +63,14 @@ def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: s
     for arm, (colour, marker) in arm_styles(curves).items():
         seeds = curves[arm]
         readings, mean, low, high = [], [], [], []
-        for reading, *values in mean_curve(seeds, cost, metric, t_interval=len(seeds) >= FEWEST_SEEDS):
-            middle, lowest, highest = (scale * value for value in values)
-            if scale == 100:  # a share cannot leave 0 to 100 %, but its t-interval can
-                lowest, highest = max(lowest, 0), min(highest, 100)
+        averages = mean_curve(seeds, cost, metric, t_interval=len(seeds) >= FEWEST_SEEDS)
+        for reading, middle, lowest, highest in averages:
+            if scale == 100:  # a share cannot leave 0 to 1, but its t-interval can
+                lowest, highest = max(lowest, 0), min(highest, 1)
             readings.append(reading)
-            mean.append(middle)
-            low.append(lowest)
-            high.append(highest)
+            mean.append(scale * middle)
+            low.append(scale * lowest)
+            high.append(scale * highest)
         every = max(1, len(mean) // 10)
         style = dict(color=colour, marker=marker, markersize=4, markevery=every)
         panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
@@ -134,7 +135,8 @@ def learning_curves(
     kind = "95 % interval" if seeds >= FEWEST_SEEDS else "lowest to highest"
     band = f"mean of {seeds} seeds, band: {kind}" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
-    for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
-        figure.savefig(name, dpi=110)
+    files = [Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)]
+    for file in files:
+        figure.savefig(file, dpi=110)
     plt.close(figure)
     return Path(path)

@@ -37,19 +37,20 @@ FAST = {"budget": {"tokens": 3e3}, "evaluations": 1, "num_eval": 32}
 NUM_SEEDS, NUM_SEEDS_FAST = 6, 2
 OUTPUT, OUTPUT_FAST = "out/quickstart", "out/quickstart-fast"
 INTRODUCTION = (
-    "Eight doors in a row, and a wrong one ends the way. A tiny language model is taught to guess, one per seed (they "
-    "are kept for the next time). It gets through once in fifteen thousand times: what is missing is exploration."
+    "The task: choose the right door eight times in a row; the first wrong door ends the attempt. For each seed, a "
+    "tiny language model is taught to guess (the models are kept for the next time). It succeeds once in 15,000 "
+    "attempts, so GRPO finds too few successes to learn from."
 )
 ELSEWHERE = (
-    "Plain GRPO wins where its samples already succeed often enough. On Countdown both methods are clearly behind it "
+    "Plain GRPO wins if its samples already succeed often enough. On Countdown, both methods are clearly behind GRPO "
     "for as many tokens. The documentation's page 'When does exploration pay?' (docs/evidence.md in the repository) "
-    "has that, and this task with ten other seeds and twice the tokens."
+    "shows this, and also this task with ten other seeds and twice the tokens."
 )
 MACHINES = (
-    "Another machine gives other figures: starting models depend on how a processor rounds. That TreeGRPO is far "
-    "ahead here did not depend on it (docs/measured.md in the repository has the figures of two)."
+    "Another machine gives other figures, because the starting models depend on how a processor rounds. With two "
+    "different roundings, TreeGRPO was far ahead in both runs (docs/measured.md in the repository)."
 )
-MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
+MORE_SEEDS = "More seeds give narrower intervals: --num_seeds 10 continues from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
 
 
@@ -63,7 +64,7 @@ def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
     return {**found, "seeds": list(range(seed, seed + count))}
 
 
-def clear(mean: float, half: float | None) -> str:
+def difference_text(mean: float, half: float | None) -> str:
     """Return a difference of shares in percentage points, its interval and the conclusion: `"+10.8 ± 9.1 (ahead)"`."""
     from trl_explore.compare.costs import FEWEST_SEEDS
 
@@ -95,16 +96,16 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
     seeds = dict.fromkeys(run["seed"] for run in runs)
     sentences = []
     for row in others:
-        gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
+        mean_gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
         end = row.cells[0].difference
         assert end is not None
         # CPU seconds, because other work on the machine makes wall seconds longer.
         spent = paired_values(runs, row.arm, base.arm, cost=comparison.cost, reading=reading, metric="cpu_seconds")
-        ours, theirs = (sum(column) for column in zip(*spent, strict=True))
+        ours, theirs = sum(pair[0] for pair in spent), sum(pair[1] for pair in spent)
         sentences.append(
             f"{row.arm} - {base.arm} on these seeds, points of {metric_label(metric)[0]} for as many "
-            f"{comparison.unit}: {clear(*gap)} on average along the curve, {clear(*end)} at the end, "
-            f"in {ours / theirs:.1f} times the CPU seconds."
+            f"{comparison.unit}: {difference_text(*mean_gap)} on average along the curve, {difference_text(*end)} at "
+            f"the end, in {ours / theirs:.1f} times the CPU seconds."
         )
     return sentences
 
@@ -149,13 +150,15 @@ def main(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     """Return the command that continues an interrupted quick-start."""
-    words = ["trl-explore", "quickstart", *["--fast"] * args.fast]
+    words = ["trl-explore", "quickstart"]
+    if args.fast:
+        words.append("--fast")
     if args.output_dir is not None:
         words += ["--output_dir", args.output_dir]
     if args.num_seeds is not None:
         words += ["--num_seeds", str(args.num_seeds)]
-    return (
-        words
-        + ["--seed", str(args.seed)] * (args.seed != 0)
-        + ["--processes", str(args.processes)] * (args.processes != count_cores())
-    )
+    if args.seed != 0:
+        words += ["--seed", str(args.seed)]
+    if args.processes != count_cores():
+        words += ["--processes", str(args.processes)]
+    return words

@@ -89,19 +89,19 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
     cost, reading = comparison.cost, equal_cost(runs, comparison)
     base = comparison.arms[0].name
     rows = []
-    for name in (arm.name for arm in comparison.arms):
+    for arm in comparison.arms:
         cells = []
         for metric in _eval_metrics(comparison):
-            pairs = paired_values(runs, name, base, cost=cost, reading=reading, metric=metric)
+            pairs = paired_values(runs, arm.name, base, cost=cost, reading=reading, metric=metric)
             difference = None
-            if name != base:
+            if arm.name != base:
                 difference = interval([ours - theirs for ours, theirs in pairs])
             cells.append(Cell(interval([ours for ours, _ in pairs]), difference, metric_label(metric)[1]))
-        costs = []
+        mean_costs = []
         for row_cost in ROW_COSTS:
-            pairs = paired_values(runs, name, base, cost=cost, reading=reading, metric=row_cost)
-            costs.append(interval([ours for ours, _ in pairs])[0])
-        rows.append(Row(name, cells, *costs))
+            pairs = paired_values(runs, arm.name, base, cost=cost, reading=reading, metric=row_cost)
+            mean_costs.append(interval([ours for ours, _ in pairs])[0])
+        rows.append(Row(arm.name, cells, *mean_costs))
     return rows
 
 
@@ -126,8 +126,8 @@ def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> st
     else:
         interval_says = f"± is the 95 % t-interval over {count} seeds."
     return (
-        f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
-        f"the difference to {base}, paired by seed. {interval_says}"
+        f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, interpolated between evaluations. With a "
+        f"sign: the difference to {base}, paired by seed. {interval_says}"
     )
 
 
@@ -137,7 +137,8 @@ def notes(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str
 
 
 def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
-    """Return notes on success thresholds that no completion reached, or all of them, in training or evaluation."""
+    """Return notes on success thresholds that no completion, or every completion, reached in training or
+    evaluation."""
     found = []
     for arm in comparison.arms:
         steps = []
@@ -211,24 +212,28 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
     """Return a Markdown table of the first metric's mean along the curve, with a column per kind of cost."""
     metric = _eval_metrics(comparison)[0]
     scale = metric_label(metric)[1]
-    # If all rewards of every group are equal, a run may have no token in the loss; there is no mean up to 0 tokens.
-    readings = {cost: reading for cost in COSTS if (reading := common_reading(runs, cost)) > 0}
+    readings = {}
+    for cost in COSTS:
+        reading = common_reading(runs, cost)
+        # A run trains no token if all groups have equal rewards. The mean up to 0 trained tokens does not exist.
+        if reading > 0:
+            readings[cost] = reading
     curves = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     base = comparison.arms[0].name
     titles = ["arm", *(f"up to {reading:,.0f} {LABELS[cost]}" for cost, reading in readings.items())]
     lines = [titles, ["---", *["---:"] * len(readings)]]
-    for name in (arm.name for arm in comparison.arms):
+    for arm in comparison.arms:
         texts = []
         for cost, reading in readings.items():
             means, differences = [], []
             for seed in seeds:
-                mean = mean_along(curves[name, seed], cost, reading, metric)
+                mean = mean_along(curves[arm.name, seed], cost, reading, metric)
                 means.append(mean)
                 differences.append(mean - mean_along(curves[base, seed], cost, reading, metric))
-            difference = None if name == base else interval(differences)
+            difference = None if arm.name == base else interval(differences)
             texts.append(Cell(interval(means), difference, scale).text())
-        lines.append([name, *texts])
+        lines.append([arm.name, *texts])
     head = (
         f"Mean along the curve of {_title(metric)}, up to the largest cost that every run reached. If two curves end "
         "at the same value, the curve that rose earlier has the larger mean.\n\n"
@@ -242,9 +247,10 @@ def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) 
     names = [arm.name for arm in comparison.arms]
     found = summarize_ends(runs, names, comparison.samples_at_ends)
     head = (
-        f"\nAt the end of training, {comparison.samples_at_ends} samples per problem. Newly solved: no success before "
-        "training and at least 5 after it, more than chance at 95 % (binomial test); newly lost: the reverse; "
-        f"problems of {comparison.num_eval}, mean over seeds.\n\n"
+        f"\n{comparison.samples_at_ends} samples per problem, at the end of training. A problem is newly solved if it "
+        "had no success before training and at least 5 after it, a significant difference at 5 % (binomial test). It "
+        f"is newly lost if it is the other way round. Mean numbers over seeds, of {comparison.num_eval} problems."
+        "\n\n"
     )
     return head + "\n".join(ends_table(found)) + "\n"
 

@@ -1,4 +1,4 @@
-"""One run of a comparison: its trainer, its cost and its learning curve. Checkpoints hold cost and curve too.
+"""One run of a comparison: its trainer, its cost and its learning curve. Checkpoints also store cost and curve.
 
 Costs are the generated tokens, trained tokens, CPU seconds of the process, wall seconds and optimizer steps of
 training. Evaluation counts towards none of them.
@@ -41,10 +41,10 @@ from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 HELD_OUT_SEED = 0
 TINY_MODEL_BATCH = 512  # completions at a time in evaluations of a tiny model
 RECORD = "comparison.json"
-TRAINING = ("entropy", "frac_reward_zero_std")  # training metrics that a point has as means since the point before
+TRAINING = ("entropy", "frac_reward_zero_std")  # training metrics; a point has their means since the previous point
 
 Evaluate = Callable[["Moment"], Mapping[str, Any]]
-Moment = Literal["start", "middle", "end"]  # of a run's training, at which a model is evaluated
+Moment = Literal["start", "middle", "end"]  # moment of a run at which the model is evaluated
 
 
 class Interrupted(Exception):
@@ -98,7 +98,7 @@ class CostCallback(TrainerCallback):
         self.history: list[dict[str, float]] = []
         self._started = (0.0, 0.0)
         self._tokens: TokenCount | None = None
-        self._known_tokens = 0  # value of the trainer's count up to which `cost` includes the tokens
+        self._known_tokens = 0  # value of the trainer's count when its tokens were last added to `cost`
 
     def count_sampled(self, trainer: Any) -> None:
         """Count the tokens that a trainer samples in training; it may be any GRPOTrainer, with or without vLLM."""
@@ -232,20 +232,20 @@ class Milestones(Curve):
         super().__init__(costs, comparison.cost, comparison.amount, bar)
         self.comparison, self.interrupt, self.evaluate = comparison, interrupt, evaluate
 
-    def share(self, cost: Mapping[str, float]) -> int:
-        """Return the number of evaluations, without the first, that are due at a cost."""
+    def _num_due(self, cost: Mapping[str, float]) -> int:
+        """Return how many evaluations are due up to a cost. The evaluation before training does not count."""
         return int(min(1.0, cost[self.unit] / self.amount) * self.comparison.evaluations)
 
     @property
     def due(self) -> bool:
         """Return whether the next evaluation is due."""
-        return not self.points or self.share(asdict(self.costs.cost)) > self.share(self.points[-1])
+        return not self.points or self._num_due(asdict(self.costs.cost)) > self._num_due(self.points[-1])
 
     def finished(self, state: TrainerState) -> bool:
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
     def measure(self, state: TrainerState) -> None:
-        """Evaluate the model and add a point, which also has training metrics averaged since the point before."""
+        """Evaluate the model and add a point. It also has the means of training metrics since the previous point."""
         moment: Moment = "start"
         since = 0
         if self.points:
@@ -269,7 +269,7 @@ class Milestones(Curve):
             control.should_save = control.should_save or self.due or self.finished(state)
 
     def on_save(self, args, state, control, **kwargs):
-        self.write(args, state)
+        self.write(args, state)  # before the evaluation, so that a run that is killed there can be resumed
         if self.due and not self.interrupt.interrupted:
             self.measure(state)
             self.write(args, state)
@@ -311,14 +311,14 @@ def task_trainer(
         **more:
             Further arguments of the trainer.
     """
-    of_run = EmbeddedTask(task)
-    given = of_run.trainer_arguments(seed=config.seed, evaluates=False)
+    run_task = EmbeddedTask(task)
+    given = run_task.trainer_arguments(seed=config.seed, evaluates=False)
     if num_train is not None:
         given["train_dataset"] = task.build_dataset(num_train, seed=config.seed)
-    if of_run.is_agent:
+    if run_task.is_agent:
         given["eval_dataset"] = rows
     trainer_class = find_method(arm.method).trainer_class
-    return trainer_class(model=str(start), args=config, processing_class=of_run.tokenizer(), **given, **more)
+    return trainer_class(model=str(start), args=config, processing_class=run_task.tokenizer(), **given, **more)
 
 
 def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any, list[dict[str, Any]]]:
@@ -368,9 +368,9 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     """
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
     config, task = arguments[1], comparison.task
-    agent, count = task is not None and task.is_agent, comparison.samples_at_ends
+    is_agent = task is not None and task.is_agent
     options: dict[str, Any] = {}  # of `PassAtKCallback`
-    if agent:
+    if is_agent:
         for name, value in agent_evaluation_options(comparison.num_samples).items():
             setattr(config, name, value)
     if task is None:
@@ -382,26 +382,26 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
             options["batch_size"] = TINY_MODEL_BATCH
             trainer = task_trainer(arm, task.task, str(start), config, rows=rows)
         else:
-            given = {**trainer_arguments(arguments, start=start), "eval_dataset": rows if agent else None}
+            given = {**trainer_arguments(arguments, start=start), "eval_dataset": rows if is_agent else None}
             trainer = find_method(arm.method).trainer_class(**given)
     usual: Callable[[], dict[str, Any]]
-    if agent:
+    if is_agent:
         usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))
     else:
         usual = sampled_metrics(comparison, trainer, rows, **options)
-    if count is None:
+    if comparison.samples_at_ends is None:
         return trainer, lambda moment: usual()
-    if agent:
-        many = agent_end_samples(trainer, len(rows), count)
+    if is_agent:
+        take_many = agent_end_samples(trainer, len(rows), comparison.samples_at_ends)
     else:
-        many = end_samples(comparison, trainer, rows, **options)
+        take_many = end_samples(comparison, trainer, rows, **options)
     # All runs of a seed start from the same model, so only the first arm takes many samples at the start.
     ends = ("start", "end") if arm == comparison.arms[0] else ("end",)
 
     def evaluate(moment: Moment) -> dict[str, Any]:
         metrics = usual()
         if moment in ends:
-            metrics |= many()
+            metrics |= take_many()
         return metrics
 
     return trainer, evaluate

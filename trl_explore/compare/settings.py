@@ -119,7 +119,7 @@ class Comparison:
         warm_start_steps (`int`, *optional*):
             Supervised training steps that teach the task to the model. None for no warm start.
         samples_at_ends (`int`, *optional*):
-            Samples per held-out problem before and after training, for pass@k at large k. None for none.
+            Samples per held-out problem before and after training, for pass@k at large k. If None, they are not taken.
         model_size (`dict[str, Any]`):
             `hidden_size` and `num_layers` of an embedded task's model, if they differ from the tiny model's.
     """
@@ -229,7 +229,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     """
     specs = [*fields(TrainArguments), *fields(ModelConfig), *fields(DatasetMixtureConfig)]
     subject_names = {spec.name for spec in specs} - {"method", "trainer", "warm_start_steps"}
-    own = {spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"} | {"budget"}
+    own = {"budget"} | ({spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"})
     for name in document:
         if name not in own | subject_names:
             raise UsageError(_unknown_top_level(str(name), own | subject_names))
@@ -239,7 +239,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     task = _find_task(subject)
     unit, amount = _read_budget(document.get("budget"))
     common = read_mapping("common", document.get("common"))
-    threshold, many = document.get("success_threshold"), document.get("samples_at_ends")
+    threshold, at_ends = document.get("success_threshold"), document.get("samples_at_ends")
     comparison = Comparison(
         subject=subject,
         unit=unit,
@@ -253,13 +253,13 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         success_threshold=None if threshold is None else read_number("success_threshold", threshold),
         success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
-        samples_at_ends=None if many is None else read_count("samples_at_ends", many),
+        samples_at_ends=None if at_ends is None else read_count("samples_at_ends", at_ends),
         model_size=_model_size(document.get("model_size"), task),
     )
     count = comparison.num_samples
     if task is not None and task.is_agent and (comparison.samples_at_ends or 0) % count:
         raise UsageError(
-            f"samples_at_ends={many}: give a multiple of {count}, which an evaluation of {task.name} samples"
+            f"samples_at_ends={at_ends}: give a multiple of {count}, which an evaluation of {task.name} samples"
         )
     _check_fields(comparison)
     return comparison
@@ -279,12 +279,12 @@ def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
             raise UsageError("nothing to train: give `task` (an embedded task) or `model_name_or_path` and your data")
         return None
     task = find_run_task(str(subject["task"]), subject.get("task_config"))
-    has, allowed = "model, data and reward", {"task", "task_config"}
+    brings, allowed = "model, data and reward", {"task", "task_config"}
     if not task.has_tiny_model:
-        has, allowed = "data and reward", allowed | {spec.name for spec in fields(ModelConfig)}
+        brings, allowed = "data and reward", allowed | {spec.name for spec in fields(ModelConfig)}
     others = sorted(subject.keys() - allowed)
     if others:
-        raise UsageError(f"{others[0]}: `task` has its own {has}; leave one of the two out")
+        raise UsageError(f"{others[0]}: `task` has its own {brings}; leave one of the two out")
     if not task.has_tiny_model and subject.get("model_name_or_path") is None:
         raise UsageError(
             f"model_name_or_path is missing: {task.name} has no model of its own; give model_name_or_path, such as "
@@ -294,7 +294,8 @@ def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
 
 
 def _options_of_task(task: RunTask | None) -> dict[str, Any]:
-    """Return configuration fields for all arms that suit the task, and the machine if it has no GPU."""
+    """Return the configuration fields that suit the task, for all arms. Without a GPU, a language model gets the
+    fields for training on a CPU."""
     if task is None:
         return {}
     options: dict[str, Any] = {}
@@ -308,7 +309,7 @@ def _read_num_eval(given: Any, task: RunTask | None) -> int:
         return 128 if task is None else task.num_eval
     count = read_count("num_eval", given)
     if task is not None and not task.has_tiny_model:
-        task.held_out_rows(count)  # raises where there are fewer
+        task.held_out_rows(count)  # raises a UsageError if the task has fewer
     return count
 
 
@@ -324,16 +325,18 @@ def _read_budget(given: Any) -> tuple[str, float]:
         raise UsageError(f"budget={budget}: give one of tokens, seconds and steps, {example}")
     ((unit, text),) = budget.items()
     amount = read_number(f"budget.{unit}", text)
-    if not 0 < amount < math.inf or unit == "steps" and not amount.is_integer():
-        whole = "a whole number of steps" if unit == "steps" else "positive and finite"
-        raise UsageError(f"budget.{unit}={text}: it must be {whole}, {example}")
+    positive = 0 < amount < math.inf
+    if unit == "steps" and not (positive and amount.is_integer()):
+        raise UsageError(f"budget.{unit}={text}: it must be a whole number of steps, {example}")
+    if not positive:
+        raise UsageError(f"budget.{unit}={text}: it must be positive and finite, {example}")
     return unit, amount
 
 
 def _read_seeds(given: Any) -> tuple[int, ...]:
     seeds = given if isinstance(given, list) else [given]
-    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds)
-    if not seeds or not whole or len(set(seeds)) < len(seeds):
+    valid = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds)
+    if not seeds or not valid or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds={given}: give different integers of at least 0, for example seeds: [0, 1, 2]")
     return tuple(seeds)
 
@@ -373,12 +376,15 @@ def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str,
 
 
 def _default_methods(task: RunTask | None) -> list[str]:
-    """Return GRPO, followed by the methods that suit the task. A data set has no tools, so agent methods do not."""
+    """Return GRPO and the methods that suit the task. A user's data set has no tools, so agent methods do not suit."""
     names = ["grpo"]  # the first arm, because differences are to the first arm
     for row in METHODS.values():
         if row.plain:
             continue
-        suits = not row.needs_tools if task is None else task.method_options(row) is not None
+        if task is None:
+            suits = not row.needs_tools
+        else:
+            suits = task.method_options(row) is not None
         if suits:
             names.append(row.name)
     return names
@@ -395,7 +401,7 @@ def _read_metrics(given: Any, task: RunTask | None) -> tuple[str, ...]:
     for name in names:
         if name not in METRICS and not COUNTED.fullmatch(name):
             raise UsageError(
-                f"metrics: {unknown_name('metric', name, METRICS)} Behind `_at_` stands any number from 1 on."
+                f"metrics: {unknown_name('metric', name, METRICS)} After `_at_`, give any number from 1 on."
             )
         if task is not None and task.is_agent and not re.fullmatch(r"reward|pass_at_\d+", name):
             raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward` and `pass_at_8`")
@@ -434,18 +440,20 @@ def _check_fields(comparison: Comparison) -> None:
             for name in options:
                 if name in OWNED:
                     raise UsageError(f"{place}: {name} is set by the comparison ({OWNED[name]}); leave it out")
-                if name not in specs and is_shared(str(name)):
+                if name in specs:
+                    continue
+                if is_shared(str(name)):
                     raise UsageError(
                         f"{place}: {name} is a field of trl-explore's trainers, but {arm.method} is TRL's own: make "
                         f"the method of {arm.name} `exploration`, which is plain GRPO with these fields"
                     )
-                if name not in specs and (owners := methods_with(str(name))):
+                owners = methods_with(str(name))
+                if owners:
                     raise UsageError(
                         f"{place}: {name} is no field of {arm.method}, but of {' and '.join(owners)}: give it as one "
                         "of the `options` of such an arm"
                     )
-                if name not in specs:
-                    raise UsageError(f"{place}: {unknown_name(f'field of {arm.method}', str(name), specs)}")
+                raise UsageError(f"{place}: {unknown_name(f'field of {arm.method}', str(name), specs)}")
         try:
             training = run_arguments(comparison, arm, seed=comparison.seeds[0], folder="out")[1]
         except UsageError as error:

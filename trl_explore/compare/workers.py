@@ -49,7 +49,7 @@ class HangUpCallback(InterruptCallback):
         super().on_step_end(args, state, control, **kwargs)
 
 
-class Teller:
+class ProgressSender:
     """
     Stand-in for a `tqdm` bar that sends a run's progress to the parent process.
 
@@ -119,7 +119,7 @@ def train_job(
     METHODS.setdefault(row.name, row)  # a method that the parent registered at run time is missing here
     folder = ComparisonFolder(comparison, path)
     try:
-        result = complete_run(folder, run, bar=Teller(connection), interrupt=HangUpCallback(connection))
+        result = complete_run(folder, run, bar=ProgressSender(connection), interrupt=HangUpCallback(connection))
     except Interrupted:
         raise KeyboardInterrupt from None  # a worker ends quietly on this, and the parent reports the interruption
     return result.points[-1]
@@ -129,7 +129,7 @@ class ArmLines:
     """
     Progress of a comparison: a live line per arm, if the output is a terminal.
 
-    If it is not, each finished run prints a line of text, and a long run prints one per minute at most.
+    Otherwise, each finished run prints a line of text, and a long run prints at most one line per minute.
 
     Args:
         folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
@@ -147,9 +147,10 @@ class ArmLines:
         self.finished = self.spent.keys() - missing
         self.spent |= dict.fromkeys(self.finished, self.comparison.amount)
         self.printed_at = dict.fromkeys(missing, time.monotonic())  # time of a run's last line of text
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
         self.progress = Progress(
-            *columns,
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
             TextColumn("{task.fields[state]}", markup=False),
             console=console,
             disable=not console.is_terminal,
@@ -250,8 +251,8 @@ class WorkerExecutor:
             threads = max(1, count_cores() // len(self.workers.processes))
         jobs = []
         for run in runs:
-            # A method's functions may be lambdas, which pickle refuses. The arm's options are filled in, so a run
-            # needs none of them.
+            # A row's functions may be lambdas, which pickle refuses. A run does not need them, because the options
+            # that suit the task are already in the arm.
             row = replace(find_method(run.arm.method), options=Method.options, remarks=Method.remarks)
             arguments = (self.comparison, self.folder.path, run, threads, row)
             jobs.append(Job(f"{run.arm.name}, seed {run.seed}", train_job, arguments))

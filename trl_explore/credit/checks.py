@@ -71,8 +71,8 @@ def check_covariance(args: "ExplorationConfig") -> None:
 def check_updates(args: "ExplorationConfig") -> None:
     """Raise a ValueError if `kl_cov` would do nothing. Its penalty has no gradient before the policy has changed since
     it sampled, so one update per generation batch is not enough."""
-    every = args.steps_per_generation * args.num_iterations
-    if args.kl_cov and args.gradient_accumulation_steps % every == 0:
+    num_passes = args.steps_per_generation * args.num_iterations  # forward and backward passes per generation batch
+    if args.kl_cov and args.gradient_accumulation_steps % num_passes == 0:
         raise ValueError(
             f"`kl_cov={args.kl_cov}` does nothing with one update per generation batch, where no token has moved yet: "
             f"set `num_iterations=2`, or `steps_per_generation={args.steps_per_generation}` above "
@@ -95,6 +95,7 @@ def check_text_only(args: "ExplorationConfig") -> None:
 
 
 def refuse(args: "ExplorationConfig", names: Iterable[str], why: str) -> None:
-    """Raise a ValueError for the first field of `names`, if there is one. `why` completes the sentence about it."""
+    """Raise a ValueError for the first field of `names`, if there is one. `why` is the predicate of the message, whose
+    subject is the field."""
     for name in names:
         raise ValueError(f"`{name}={shown(getattr(args, name))!r}` {why}: leave `{name}` out.")

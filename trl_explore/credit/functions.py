@@ -68,7 +68,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def read_advantage(given: Any) -> Any:
-    """Return the value of `advantage` with a JSON list, as on the command line, as a list."""
+    """Return the value of the field `advantage`, with a list that the command line gives as JSON text parsed."""
     if given is None:
         return "grpo"
     if isinstance(given, str) and given.lstrip().startswith("["):
@@ -110,6 +110,7 @@ def advantage_parts(args: "ExplorationConfig") -> list[AdvantagePart]:
 
 
 def _part(given: Any, weight: float) -> AdvantagePart:
+    """Return one entry of `advantage`, after checks, with its weight."""
     if isinstance(given, str):
         if given in ADVANTAGES:
             return AdvantagePart(given, weight)
@@ -130,7 +131,7 @@ def _part(given: Any, weight: float) -> AdvantagePart:
     try:
         arguments = {"batch": None} if part.reads_batch else {}
         _signature(function).bind(None, **arguments)
-    except (TypeError, ValueError) as error:  # a ValueError: Python cannot read the signature of a function in C
+    except (TypeError, ValueError) as error:  # a ValueError if Python cannot read the signature, as of C functions
         raise ValueError(
             f"`advantage`: {name} cannot be called with `rewards`, nor with `rewards` and `batch`: {error}. Give all "
             f"other parameters a default. Write for example `{EXAMPLE}`."
@@ -154,7 +155,7 @@ def call(
         rewards (`torch.Tensor`):
             Total rewards, `(P, G)`. NaN if a row has no reward.
         batch ([`AdvantageBatch`], *optional*):
-            The batch. None if the rows are not main rows. Then the function must not need it.
+            The batch. None if the rows are not main rows, which is allowed only if the function does not read it.
         mask (`torch.Tensor`, *optional*):
             Mask of the tokens of this process's main rows that may get an advantage, `(B, T)`. None: the function must
             return one number per row.
@@ -197,6 +198,7 @@ def call(
 
 
 def _check_finite(start: str, found: torch.Tensor, where: str) -> None:
+    """Raise ValueError if an advantage is not finite. `where` has two `{}` for the indices of that advantage."""
     wrong = (~found.isfinite()).nonzero()
     if len(wrong):
         place = wrong[0].tolist()

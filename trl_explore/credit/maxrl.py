@@ -24,5 +24,5 @@ def maxrl(rewards: torch.Tensor) -> torch.Tensor:
             f"batch has {rewards.flatten()[row].item():g}: add a constant to the rewards, or set `advantage='grpo'`."
         )
     mean = rewards.nanmean(dim=1, keepdim=True)
-    without_signal = ~(mean > 0) | equal_groups(rewards)
-    return ((rewards - mean) / mean).masked_fill(without_signal, 0.0).nan_to_num(nan=0.0)
+    has_signal = (mean > 0) & ~equal_groups(rewards)  # False if the mean is NaN
+    return ((rewards - mean) / mean).masked_fill(~has_signal, 0.0).nan_to_num(nan=0.0)

@@ -42,8 +42,8 @@ def built_in(name: str, args: "ExplorationConfig", rewards: torch.Tensor, decidi
 
 def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
     """
-    Return the advantages of groups that are no random sample of the batch, for example of groups with rows of an
-    explorer, by the fields `advantage`, `advantage_weights` and `scale_rewards`.
+    Return the advantages of single groups, without the rest of the batch, by the fields `advantage`,
+    `advantage_weights` and `scale_rewards`. Groups with rows of an explorer need this.
 
     Parts of `advantage` that need the whole batch are replaced by GRPO's advantages: `"unlikeliness"`, and functions
     with a parameter `batch`. If `scale_rewards` is `"batch"`, rewards are scaled by group.

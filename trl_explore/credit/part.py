@@ -1,4 +1,4 @@
-"""Advantages of the main rows: the fields of credit of the configuration, applied to a batch."""
+"""Advantages of the main rows, by the fields `advantage`, `count_bonus`, `clip_cov` and `kl_cov`."""
 
 import hashlib
 import warnings
@@ -23,8 +23,8 @@ from trl_explore.sampling.sampler import without_dropout
 
 
 class Credit:
-    """Computes the advantages of the main rows by `advantage`, `count_bonus`, `clip_cov` and `kl_cov`, from the
-    rewards that TRL normalized. Rows of streams keep GRPO's advantages."""
+    """Computes the advantages of the main rows. Rows of streams, which are trained in addition to the main rows, keep
+    GRPO's advantages."""
 
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self.policy, self.scorer = policy, scorer
@@ -47,8 +47,8 @@ class Credit:
             output (`dict`):
                 The main rows of this process as TRL scored them.
             rewards_per_func (`torch.Tensor`):
-                Rewards of all processes, shaped if the method shapes them, `(N, F)` with N = P G. NaN for rows that
-                `trained_generations` leaves out.
+                Rewards of all processes, `(N, F)` for N rows: P prompts with G rows each. They are shaped if the
+                method shapes rewards. NaN for rows that `trained_generations` leaves out.
             examples (`Sequence[dict]`):
                 Rows of the data set, `[B]`.
 
@@ -70,7 +70,9 @@ class Credit:
             advantages = _sum(advantages, args.count_bonus * bonus)
         if args.trains_some:
             untrained = self.policy.ranks.local(rewards.isnan().flatten())
-            advantages = advantages.masked_fill(untrained.view(-1, *[1] * (advantages.dim() - 1)), 0.0)
+            if advantages.dim() == 2:
+                untrained = untrained.unsqueeze(1)
+            advantages = advantages.masked_fill(untrained, 0.0)
         return advantages
 
     def _all_totals(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -112,7 +114,7 @@ class Credit:
                         ranks=ranks,
                     )
                 found = call(part, rewards, batch, mask=mask)
-            elif part.name == "grpo" or (part.name == "unlikeliness" and not args.unlikeliness_beta):
+            elif part.name == "grpo" or (part.name == "unlikeliness" and args.unlikeliness_beta == 0):
                 found = grpo
             elif part.name == "unlikeliness":
                 found = self._unlikeliness(output, rewards)
@@ -155,8 +157,8 @@ class Credit:
         answers: list[str | None] = []  # None for rows without a reward, too
         for key, is_scored in zip(found, scored, strict=True):
             answers.append(str(key) if key is not None and is_scored else None)
-        rows, size = ranks.objects(list(zip(prompts, answers, strict=True))), rewards.shape[1]
-        num_groups = len(rows) // size
+        rows = ranks.objects(list(zip(prompts, answers, strict=True)))
+        num_groups, size = rewards.shape
         values: list[float] = []  # bonuses of rows with an answer, before they are centred
         bonuses: list[list[float]] = []
         num_distinct = 0
@@ -213,10 +215,10 @@ class Credit:
 
     def apply_clip_cov_and_kl_cov(self, output: RowDict) -> None:
         """
-        Apply the fields `clip_cov` and `kl_cov` to the tokens that reduce the entropy most. Every process calls this
-        method.
+        Apply the fields `clip_cov` and `kl_cov` to tokens that reduce the entropy. Every process calls this method.
 
-        Clip-Cov sets the advantage of these tokens to 0. KL-Cov marks them for a penalty, which [`penalise`] adds.
+        Clip-Cov takes random tokens whose covariance of advantage and log-probability is in a range, and sets their
+        advantages to 0. KL-Cov marks the tokens with the largest covariance for a penalty, which [`penalise`] adds.
 
         Args:
             output (`dict`):
@@ -228,9 +230,7 @@ class Credit:
         mask = loss_mask(output).bool()
         advantages = _per_token(output["advantages"], mask)
         own, logprobs = advantages[mask].double(), self._old_logprobs(output)[mask].double()
-        sums = ranks.summed(
-            {"tokens": len(own), "advantages": own.sum().item(), "logprobs": logprobs.sum().item()},
-        )
+        sums = ranks.summed({"tokens": len(own), "advantages": own.sum().item(), "logprobs": logprobs.sum().item()})
         number = max(int(sums["tokens"]), 1)
         means = {"mean_advantage": sums["advantages"] / number, "mean_logprob": sums["logprobs"] / number}
         cov = covariances(own, logprobs, **means)
@@ -238,6 +238,7 @@ class Credit:
         self.policy.log_metric("credit/covariance_mean", total / number)
         if args.clip_cov:
             candidates = (cov > args.clip_cov_low) & (cov < args.clip_cov_high)
+            # A random choice of candidates: those with the largest random numbers.
             keys = torch.rand(int(candidates.sum()), generator=self.policy.exploration_generator, dtype=torch.float64)
             keys = cov.new_zeros(cov.shape).masked_scatter(candidates, keys.to(cov.device))
             clipped = self._largest("clip_cov", keys, candidates, number)
@@ -250,13 +251,15 @@ class Credit:
     def _largest(self, field: str, values: torch.Tensor, candidates: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the mask of this process's tokens that are among the largest `values` of all candidates, `(tokens,)`.
         The configuration's `field` is the share of the `num_tokens` tokens of all processes that is chosen."""
-        ranks, number = self.policy.ranks, share_of(getattr(self.policy.args, field), num_tokens)
+        ranks = self.policy.ranks
+        number = share_of(getattr(self.policy.args, field), num_tokens)
         places = candidates.nonzero().squeeze(1)
         found, order = values[places].sort(descending=True, stable=True)
         per_process = ranks.objects([found[:number].tolist()])
         self.policy.log_metric(f"credit/{field}_fraction", min(number, sum(map(len, per_process))) / num_tokens)
+        num_own = num_largest(per_process, number, process=ranks.index)
         chosen = torch.zeros_like(candidates)
-        chosen[places[order[: num_largest(per_process, number, process=ranks.index)]]] = True
+        chosen[places[order[:num_own]]] = True
         return chosen
 
     @contextmanager
@@ -286,7 +289,8 @@ class Credit:
             return
         rows, scale = self._in_loss
         log_ratios = logprobs.detach() - rows["old_per_token_logps"]
-        advantages, coef = _per_token(rows["advantages"], rows["kl_cov"]), self.policy.args.kl_cov_coef * scale
+        advantages = _per_token(rows["advantages"], rows["kl_cov"])
+        coef = self.policy.args.kl_cov_coef * scale
         rows["advantages"] = with_penalty(advantages, log_ratios, rows["kl_cov"], coef=coef)
 
     # --------------------------------------------------------------------------------------------------------- state

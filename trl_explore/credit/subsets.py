@@ -116,8 +116,9 @@ def _pkpo(rewards: list[float], k: int, *, leave_one_out: bool) -> list[float]:
 def _by_group(values: torch.Tensor, k: int, credit: Callable[[list[float], int], list[float]]) -> torch.Tensor:
     """Return the credit of each group, `(P, G)`, computed from its values that are not NaN."""
     found = torch.zeros_like(values)
-    for group, known, into in zip(values, ~values.isnan(), found, strict=True):
+    for index, group in enumerate(values):
+        known = ~group.isnan()
         num_rows = int(known.sum())
         if num_rows > 1:
-            into[known] = into.new_tensor(credit(group[known].tolist(), min(k, num_rows)))
+            found[index, known] = found.new_tensor(credit(group[known].tolist(), min(k, num_rows)))
     return found

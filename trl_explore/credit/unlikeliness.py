@@ -18,7 +18,10 @@ def discounted(rewards: torch.Tensor, logprobs: torch.Tensor, *, beta: float) ->
             Strength of the reduction.
     """
     known = ~(rewards.isnan() | logprobs.isnan())
-    ours, theirs = logprobs.unsqueeze(2), logprobs.masked_fill(~known, torch.nan).unsqueeze(1)
-    ranks = (theirs < ours).sum(dim=2) + ((theirs == ours).sum(dim=2) - 1) / 2
+    # Compare each row with all known rows of its group, (P, G, G).
+    own, others = logprobs.unsqueeze(2), logprobs.masked_fill(~known, torch.nan).unsqueeze(1)
+    num_less = (others < own).sum(dim=2)
+    num_equal = (others == own).sum(dim=2)  # the row itself included
+    ranks = num_less + (num_equal - 1) / 2
     shares = ranks / known.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(known & (rewards > 0), rewards * (1 - beta * shares), rewards)

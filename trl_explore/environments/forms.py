@@ -141,9 +141,11 @@ def _countdown_steps(numbers: Sequence[int], operators: Sequence[str]) -> Iterat
     """Yield each possible step, and the numbers that remain after it. No result is negative."""
     for first, second in permutations(range(len(numbers)), 2):
         for operator in operators:
+            if operator in "+*" and first > second:  # the same step as with the numbers in the other order
+                continue
             left, right = numbers[first], numbers[second]
             result = _calculate(left, operator, right)
-            if result is None or result < 0 or (operator in "+*" and first > second):
+            if result is None or result < 0:
                 continue
             rest = [number for index, number in enumerate(numbers) if index not in (first, second)]
             yield (left, operator, right, result), [*rest, result]
@@ -206,7 +208,9 @@ class CountdownForm(Form):
             numbers, steps = list(metadata["numbers"]), []
             while len(numbers) > 1:
                 operator = rng.choice("+-*/")
-                possible = list(_countdown_steps(numbers, operator)) or list(_countdown_steps(numbers, "+"))
+                possible = list(_countdown_steps(numbers, operator))
+                if not possible:  # for example, if no division is without a remainder
+                    possible = list(_countdown_steps(numbers, "+"))
                 step, numbers = rng.choice(possible)
                 steps.append(step)
             if numbers[0] != metadata["target"]:
@@ -287,7 +291,8 @@ class ChainSumForm(Form):
         return self._text(entry, {})
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
-        wrong_line = rng.randrange(len(self._terms(entry)[1]))
+        _, terms = self._terms(entry)
+        wrong_line = rng.randrange(len(terms))
         return self._text(entry, {wrong_line: rng.choice([-10, -2, -1, 1, 2, 10])})
 
 
@@ -417,7 +422,7 @@ class JugsForm(Form):
 # ---------------------------------------------------------------------------------------------------------------------
 
 Cell = tuple[int, int]
-DIGITS = {"O": "0", "X": "1", "*": "2", "#": "3"}
+DIGITS = {"O": "0", "X": "1", "*": "2", "#": "3"}  # the package's marks of cells, and the form's
 DIRECTIONS = {(0, 1): "right", (1, 0): "down", (0, -1): "left", (-1, 0): "up"}
 INFEASIBLE = "infeasible"  # the package's answer if there is no path
 NO_PATH = "none"  # the form's answer if there is no path

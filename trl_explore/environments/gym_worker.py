@@ -273,9 +273,11 @@ def _bits(node: ast.AST) -> float:
         parts = [_bits(part) for part in node.args]
         if name in ("Pow", "pow") and len(parts) > 1:
             return _bits_of_power(parts[0], parts[1])
-        if name == "factorial" and parts:
+        if name == "factorial" and parts:  # n! is at most n to the power of n
             return _bits_of_power(parts[0], parts[0])
-        return sum(parts) + (name not in ("Float", "Integer", "Rational", "Symbol"))
+        if name in ("Float", "Integer", "Rational", "Symbol"):
+            return sum(parts)
+        return sum(parts) + 1
     return sum((_bits(part) for part in ast.iter_child_nodes(node)), 1.0)
 
 
@@ -292,10 +294,10 @@ def _bits_of_constant(value: Any) -> float:
     return 1.0
 
 
-def _bits_of_power(base: float, exponent: float) -> float:
-    if exponent >= 64:
+def _bits_of_power(base_bits: float, exponent_bits: float) -> float:
+    if exponent_bits >= 64:
         return math.inf
-    return base * 2**exponent
+    return base_bits * 2**exponent_bits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
-        self._open: set[tuple[str, str]] = set()
+        self._opened: set[tuple[str, str]] = set()
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -375,13 +377,13 @@ class Worker:
         message = dict(op="score", name=name, config=dict(config), given=answer)
         message.update({column: row[column] for column in ("question", "answer", "metadata")})
         key = (name, json.dumps(config, sort_keys=True))
-        if key not in self._open:  # load the data set before the time limit of the answer starts
+        if key not in self._opened:  # load the data set before the time limit of the answer starts
             opened = self._request(dict(op="open", name=name, config=dict(config)), None)
             if opened is None:
                 opened = {"error": "its process ended"}
             if "error" in opened:
                 raise ValueError(f"reasoning_gym:{name} cannot be made: {opened['error']}")
-            self._open.add(key)
+            self._opened.add(key)
         reply = self._request(message, WALL_SECONDS)
         if reply is None or "error" in reply:
             return 0.0
@@ -390,7 +392,7 @@ class Worker:
     def close(self) -> None:
         """End the worker process."""
         process, self._process = self._process, None
-        self._open.clear()
+        self._opened.clear()
         if process is None or os.getpid() != self._owner:  # a fork must not end its parent's worker
             return
         process.kill()
@@ -508,6 +510,7 @@ class _Server:
             _seed_global(message["seed"] + index)
             entry = data_set[index]
             text = encode(entry["metadata"])
+            # Compare the texts too, because NaN is not equal to itself.
             if repr(decode(text)) != repr(entry["metadata"]) and decode(text) != entry["metadata"]:
                 raise TypeError(f"the metadata of row {index} change when they are written as JSON")
             rows.append({"question": entry["question"], "answer": entry["answer"], "metadata": text})

@@ -32,7 +32,7 @@ from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import BOXED, completion_text
 
 SOURCE = "reasoning_gym"
-SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
+SEED_OFFSET = 1_000_000  # difference between the default seed of the evaluation rows and the seed of the training rows
 MAX_SEED = 2**31 - 1
 # Number of questions to try before an error says that the data set has too few different questions.
 TRIES_PER_ROW = 10  # per evaluation row
@@ -94,7 +94,8 @@ def find_answer(text: str, answer_in: str) -> str | None:
 
 def _last_box(text: str) -> str | None:
     # answers.extract_answer reads boxes of at most 500 characters, and solved grids are longer.
-    for mark in list(BOXED.finditer(text))[-MAX_BOXES:][::-1]:
+    last_boxes = list(BOXED.finditer(text))[-MAX_BOXES:]
+    for mark in reversed(last_boxes):
         depth = 1
         for brace in re.finditer(r"[{}]", text[mark.end() :]):
             if brace.group() == "{":
@@ -223,7 +224,7 @@ class ReasoningGymSpec:
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows.
         eval_seed (`int`, *optional*):
-            Seed of the evaluation rows. `None` is `seed` plus a million. Questions of training rows are left out.
+            Seed of the evaluation rows. `None` uses `seed` plus a million. Questions of training rows are left out.
         answer_in (`str`, *optional*, defaults to `"tags"`):
             Position of the answer in a completion: `"tags"` (between `<answer>` and `</answer>`), `"boxed"` (in
             `\boxed{}`), `"last_line"` or `"completion"`. A sentence at the end of each question asks for this
@@ -342,7 +343,7 @@ class ReasoningGymSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig` that suit the task."""
+        """Values of fields of `GRPOConfig` that suit the task."""
         if self._form is None:
             return {"max_completion_length": 1024}
         return {"max_completion_length": self._form.max_completion_length}
@@ -409,10 +410,11 @@ class ReasoningGymSpec:
         answer = row["answer"]
         if rng.random() < 0.5:
             answer = rng.choice(self._train_rows)["answer"]
-        return {
-            "tags": f"<answer>{answer}</answer>",
-            "boxed": rf"\boxed{{{answer}}}",
-        }.get(self._answer_in, answer)
+        if self._answer_in == "tags":
+            return f"<answer>{answer}</answer>"
+        if self._answer_in == "boxed":
+            return rf"\boxed{{{answer}}}"
+        return answer
 
 
 def list_names() -> list[str]:
@@ -454,7 +456,7 @@ def _check_number(field: str, value: object, smallest: int) -> None:
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{unknown_name(f'value of `{field}`', str(value), choices)}")
+        raise ValueError(unknown_name(f"value of `{field}`", str(value), choices))
 
 
 def _steps_form(name: str, answer_in: str) -> Form:
@@ -507,7 +509,9 @@ def _has_type_of(default: Any, value: Any) -> bool:
         return isinstance(value, (int, float))
     if kind in (list, tuple):
         return isinstance(value, (list, tuple))
-    return kind not in (int, str) or isinstance(value, kind)
+    if kind in (int, str):
+        return isinstance(value, kind)
+    return True
 
 
 def _error_message(error: Exception) -> str:

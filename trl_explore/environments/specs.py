@@ -46,8 +46,8 @@ class TaskSpec(Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig` that suit the task, such as `max_completion_length`. The user's values override
-        them."""
+        """Values of fields of `GRPOConfig` that suit the task, such as `max_completion_length`. The user's own values
+        override them."""
 
 
 class TeachableSpec(TaskSpec, Protocol):

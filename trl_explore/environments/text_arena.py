@@ -24,7 +24,7 @@ DEFAULT_TURNS = 50  # limit for games that have none
 # Arguments with which games limit their turns, and the number of turns that a game takes beyond that limit. Bandit
 # asks for one more choice after its `num_turns` turns.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
-SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
+SEED_OFFSET = 1_000_000  # difference between the default seed of the evaluation rows and the seed of the training rows
 NUM_SEEDS = 2**31  # seeds of games are below this number
 VARIANTS = ("-train", "-raw")  # ends of ids that name the same games with other wrappers
 TURN_TOKENS = 50  # tokens of a tool call, a short answer, and the special tokens of both messages
@@ -76,8 +76,8 @@ class TextArenaSpec:
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows, at least 1.
         eval_seed (`int`, *optional*):
-            Seed of the random generator that chooses the seeds of the evaluation rows. `None` is `seed` plus a
-            million.
+            Seed of the random generator that chooses the seeds of the evaluation rows. `None` uses `seed` plus
+            a million.
         max_turns (`int`, *optional*):
             Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game has its own limit, it
             is set to `max_turns`. `None` keeps the game's limit; for a game without a limit, it is 50.
@@ -163,7 +163,7 @@ class TextArenaSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig`. `max_tool_calling_iterations` is the maximum number of turns, and
+        """Values of fields of `GRPOConfig`. `max_tool_calling_iterations` is the maximum number of turns, and
         `max_completion_length` an estimate of the tokens of a game with that many turns."""
         turn = TURN_TOKENS + self._maker.board_length() // CHARACTERS_PER_TOKEN
         return {"max_tool_calling_iterations": self.max_turns, "max_completion_length": self.max_turns * turn}
@@ -240,12 +240,15 @@ def _check_number(field: str, value: object, lowest: int) -> None:
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a game, which include its maximum number of turns if the game has such an argument; and
-    that number."""
+    """Return the arguments of a game, and its maximum number of turns. The arguments contain that number if the game
+    has an argument for it."""
     given = {**arguments_of(env_id), **config}
     if max_turns is None:
-        own = [given[name] + more for name, more in LIMITS.items() if given.get(name)]
-        max_turns = min(own, default=DEFAULT_TURNS)
+        limits = []
+        for name, extra_turns in LIMITS.items():
+            if given.get(name):
+                limits.append(given[name] + extra_turns)
+        max_turns = min(limits, default=DEFAULT_TURNS)
     arguments = dict(config)
     if "max_turns" in given:
         arguments["max_turns"] = max_turns

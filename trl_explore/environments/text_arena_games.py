@@ -67,6 +67,7 @@ class GameMaker:
         self._constants: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
+        # Pickle only the arguments, because another process can create the template from them.
         return {"env_id": self.env_id, "config": self.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,8 +98,8 @@ class GameMaker:
         return max((len(text) for _, text, kind in messages if kind is not ObservationType.PROMPT), default=0)
 
     def memo(self) -> dict[int, Any]:
-        """Return a `memo` for [`copy.deepcopy`], with which copies share the word lists, because no game changes
-        them."""
+        """Return a `memo` for [`copy.deepcopy`], with which copies share this object and the word lists of its games.
+        No game changes them."""
         return {id(shared): shared for shared in (self, *self._constants)}
 
     def _prepare(self) -> None:
@@ -137,8 +138,9 @@ class RandomStates:
 
     def equals(self, other: "RandomStates") -> bool:
         """Return whether generators with these states and with `other` give the same numbers."""
-        keys = np.array_equal(self.numpy[1], other.numpy[1])
-        return self.python == other.python and keys and self.numpy[2:] == other.numpy[2:]
+        # NumPy's state is the generator's name, an array and three numbers. `==` would compare the array by entry.
+        arrays_equal = np.array_equal(self.numpy[1], other.numpy[1])
+        return self.python == other.python and arrays_equal and self.numpy[2:] == other.numpy[2:]
 
     def install(self) -> None:
         """Set the global generators to these states."""
@@ -153,8 +155,8 @@ def use_random_states(states: RandomStates) -> Iterator[RandomStates]:
 
     Args:
         states ([`RandomStates`]):
-            States that the global generators get for the time of the block. At its end, `states` is set to the states
-            that they have then, and the global generators get their previous states again.
+            States of the global generators at the start of the block. When the block ends, `states` stores the new
+            states of the generators. Then the generators get the states that they had before the block.
     """
     before = RandomStates.current()
     states.install()
@@ -175,7 +177,7 @@ class StartedGame:
     random_states: RandomStates
     turns: int = 0  # number of tool calls so far
 
-    def copied(self, memo: dict[int, Any]) -> "StartedGame":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StartedGame":
         """Return a copy that continues exactly as this game would."""
         # No code changes a generator's state in place, so the copy can refer to the same objects.
         states = RandomStates(self.random_states.python, self.random_states.numpy)
@@ -236,7 +238,7 @@ class TextArenaGame:
             return GAME_OVER
         started = self._require_started()
         text = str(action).strip()  # a model may also pass a number
-        if self._maker.adds_brackets and not set(text) & set("[]"):
+        if self._maker.adds_brackets and "[" not in text and "]" not in text:
             text = f"[{text}]"
         started.turns += 1
         with use_random_states(started.random_states):
@@ -269,22 +271,18 @@ class TextArenaGame:
     @not_a_tool
     def snapshot(self) -> StartedGame:
         """Return the state of the game. Any number of games can continue from it."""
-        return self._require_started().copied(self._maker.memo())
+        return copy.deepcopy(self._require_started(), self._maker.memo())
 
     @not_a_tool
     def restore(self, state: StartedGame) -> None:
         """Continue from a snapshot. It may come from another instance of the same task."""
-        self._started = state.copied(self._maker.memo())
+        self._started = copy.deepcopy(state, self._maker.memo())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextArenaGame":
         twin = copy.copy(self)
         memo |= {id(self): twin, **self._maker.memo()}
         for name, value in self.__dict__.items():
-            if isinstance(value, StartedGame):
-                copied: Any = value.copied(memo)
-            else:
-                copied = copy.deepcopy(value, memo)
-            setattr(twin, name, copied)
+            setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def _require_started(self) -> StartedGame:

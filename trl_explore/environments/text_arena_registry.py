@@ -99,8 +99,8 @@ def _fault_of_set(game: Any) -> str | None:
     return "it gives the reward without a game: three times the same card, [1, 1, 1], counts as a set."
 
 
-# Checks of games that reward wrong moves or fail at the winning move in TextArena 0.7.4. Each check plays the move, so
-# it accepts a later version that is correct.
+# Checks of games that reward wrong moves or fail at the winning move in TextArena 0.7.4. They look at the game, not at
+# its version, so they accept a later version that is correct.
 FAULTS: dict[str, Callable[[Any], str | None]] = {
     "FifteenPuzzle": _fault_of_fifteen_puzzle,
     "Bandit": _fault_of_bandit,
@@ -144,7 +144,7 @@ def check_arguments(env_id: str, config: Mapping[str, Any]) -> None:
 
 
 def _explain_failure(error: Exception, family: str, config: Mapping[str, Any]) -> str:
-    """Return a sentence on the error with which a game failed to start."""
+    """Explain in one sentence why a game failed to start."""
     text = " ".join(str(error).split())
     if isinstance(error, LookupError) and "nltk" in text:
         return f"it needs word lists of nltk, which are missing: run `python -m nltk.downloader {NLTK_DATA}`."
@@ -156,7 +156,7 @@ def _explain_failure(error: Exception, family: str, config: Mapping[str, Any]) -
     if isinstance(error, FileNotFoundError):
         path = text.rpartition("textarena/envs/")[2].strip("'")
         return f"a file is missing from the installed TextArena ({path})."
-    if re.search("player", text, re.IGNORECASE):
+    if re.search("player", text, re.IGNORECASE):  # the game refused `num_players=1`
         return FOR_SEVERAL
     given = ""
     if config:

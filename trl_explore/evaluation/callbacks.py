@@ -128,8 +128,8 @@ class PassAtKCallback(TrainerCallback):
                 f"success_threshold must be given, because the sum of {len(weights)} rewards does not define success. "
                 "Or name the one function that defines it as success_reward, or pass only that one as reward_funcs."
             )
-        # With one weighted reward function and no threshold, a reward of 1 is worth the weight.
-        self._perfect_is_weight = success_threshold is None and success_reward is None
+        # With a single reward function and no threshold, success is a reward of 1. Its weighted sum is the weight.
+        self._threshold_is_weight = success_threshold is None and success_reward is None
         if success_threshold is not None:
             self.success_threshold = success_threshold
         elif success_reward is not None:
@@ -192,7 +192,7 @@ class PassAtKCallback(TrainerCallback):
         with undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
             sampled = self.samples.draw(indices, self.num_samples)
             decoded = self.samples.draw(indices, 1, greedy=True) if self.greedy else []
-        if self._perfect_is_weight:
+        if self._threshold_is_weight:
             self.success_threshold = self.samples.reward_weights[0]  # the user may have changed the weight
         graded = self._gather(indices, sampled)
         self.successes = {"correct": self._count_successes(graded)}
@@ -200,16 +200,16 @@ class PassAtKCallback(TrainerCallback):
         if self.greedy:
             graded_greedy = self._gather(indices, decoded)
             self.successes["greedy_correct"] = self._count_successes(graded_greedy)
-            greedy_rewards = [of_prompt.rewards[0] for of_prompt in graded_greedy]
-        answers = [of_prompt.answers for of_prompt in graded]  # (P, N)
+            greedy_rewards = [grades.rewards[0] for grades in graded_greedy]
+        answers = [grades.answers for grades in graded]  # (P, N)
         metrics = sample_metrics(
-            [of_prompt.rewards for of_prompt in graded],
+            [grades.rewards for grades in graded],
             answers,
             greedy_rewards,
             threshold=self.success_threshold,
             k=self.k,
             maj_k=self.maj_k,
-            totals=[of_prompt.totals for of_prompt in graded],
+            totals=[grades.totals for grades in graded],
         )
         for k in self.coverage_k:
             covered = [coverage_at_k(given, row["targets"], k) for given, row in zip(answers, rows, strict=True)]
@@ -224,8 +224,8 @@ class PassAtKCallback(TrainerCallback):
     def _count_successes(self, graded: list[Graded]) -> list[int]:
         """Count the successful samples of each prompt."""
         counts = []
-        for of_prompt in graded:
-            counts.append(sum(is_success(reward, threshold=self.success_threshold) for reward in of_prompt.rewards))
+        for grades in graded:
+            counts.append(sum(is_success(reward, threshold=self.success_threshold) for reward in grades.rewards))
         return counts
 
 

@@ -44,11 +44,11 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase",
     """
     encoded: list[list[int]] = []
     for prompt in prompts:
-        if not isinstance(prompt, str) and (template or tokenizer.chat_template is not None):
+        if isinstance(prompt, str):
+            encoding: Any = tokenizer(text=prompt)
+        elif template or tokenizer.chat_template is not None:
             options = {"add_generation_prompt": True, "return_dict": True, **template}
-            encoding: Any = tokenizer.apply_chat_template(prompt, **options)
-        elif isinstance(prompt, str):
-            encoding = tokenizer(text=prompt)
+            encoding = tokenizer.apply_chat_template(prompt, **options)
         else:
             encoding = tokenizer(text="\n\n".join(message["content"] for message in prompt) + "\n")
         encoded.append(list(encoding["input_ids"]))

@@ -190,7 +190,7 @@ def evaluate(
     )
     rewards = []
     for name, func in zip(names, funcs, strict=True):
-        if success_reward in (None, name):
+        if success_reward in (None, name):  # if one function decides success, the others are not called
             rewards.append((name, checked(func, name), 1.0))
     grade = Grader(rewards, answer_fn=answer_fn)
     graded: list[Graded] = []
@@ -205,15 +205,15 @@ def evaluate(
     }
     if scores_file is not None:
         _write_scores(scores_file, settings, graded)
-    scored = [of_prompt for of_prompt in graded if has_reward(of_prompt.rewards)]
+    scored = [grades for grades in graded if has_reward(grades.rewards)]
     if not scored:
         raise NoRewardError(
             f"no sample of any prompt has a reward: {success_reward or 'every reward function'} returned None; check "
             "the column of the gold answers."
         )
     values = prompt_values(
-        [of_prompt.rewards for of_prompt in scored],
-        [of_prompt.answers for of_prompt in scored],
+        [grades.rewards for grades in scored],
+        [grades.answers for grades in scored],
         threshold=success_threshold,
         k=[k for kind, k in kinds.values() if kind == "pass"],
         maj_k=[k for kind, k in kinds.values() if kind == "maj"],
@@ -229,9 +229,9 @@ def evaluate(
 
 def _write_scores(path: Path, settings: dict[str, Any], graded: list[Graded]) -> None:
     scores = []
-    for index, of_prompt in enumerate(graded):
-        answers = [answer if answer is None else str(answer) for answer in of_prompt.answers]
-        scores.append({"index": index, "rewards": of_prompt.rewards, "answers": answers})
+    for index, grades in enumerate(graded):
+        answers = [answer if answer is None else str(answer) for answer in grades.answers]
+        scores.append({"index": index, "rewards": grades.rewards, "answers": answers})
     write_records(path, SCORES, settings, scores)
 
 
@@ -256,10 +256,10 @@ def _estimate(values: list[float]) -> dict[str, float]:
 def _count_samples(records: list[Record], graded: list[Graded]) -> dict[str, float]:
     """Return shares of truncated and unanswered samples, the number of tokens, and the seconds of sampling."""
     num_samples = num_truncated = num_unanswered = num_tokens = 0
-    for record, of_prompt in zip(records, graded, strict=True):
-        num_samples += len(of_prompt.answers)
+    for record, grades in zip(records, graded, strict=True):
+        num_samples += len(grades.answers)
         num_truncated += sum(record["truncated"])
-        num_unanswered += of_prompt.answers.count(None)
+        num_unanswered += grades.answers.count(None)
         num_tokens += sum(len(ids) for ids in record["completion_ids"])
     return {
         "truncated": num_truncated / num_samples,

@@ -51,7 +51,7 @@ class Grader:
 
         Args:
             rows (`Sequence[dict]`):
-                Row of the dataset of each prompt, `[P]`.
+                Dataset row of each prompt, `[P]`.
             completions (`list`):
                 Completions as reward functions receive them, `[P * N]`: the N samples of a prompt are adjacent.
             completion_ids (`list[list[int]]`):
@@ -62,9 +62,7 @@ class Grader:
         """
         num_samples, size = len(completions) // len(rows), len(completions)
         totals: list[float | None] = [None] * size
-        deciding = totals
-        if self.success_reward is not None:
-            deciding = [None] * size
+        success_rewards: list[float | None] = [None] * size
         for name, func, weight in self.rewards:
             # A reward function may change its arguments, so pass copies.
             examples = [copy.deepcopy(row) for row in rows for _ in range(num_samples)]
@@ -85,7 +83,10 @@ class Grader:
                 if reward is not None and not math.isnan(reward):
                     totals[i] = (totals[i] or 0.0) + weight * float(reward)
                     if name == self.success_reward:
-                        deciding[i] = float(reward)
+                        success_rewards[i] = float(reward)
+        deciding = totals
+        if self.success_reward is not None:
+            deciding = success_rewards
         answers: list[Hashable | None] = [None] * size
         if self.answer_fn is not None:
             answers = [self.answer_fn(completion_text(completion)) for completion in completions]

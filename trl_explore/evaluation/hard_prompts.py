@@ -199,7 +199,9 @@ def read_pass_rates(path: str | Path) -> tuple[dict[str, Any], dict[int, float |
 
 
 def _is_pass_rate(record: dict[str, Any]) -> bool:
-    return type(record.get("index")) is int and isinstance(record.get(PASS_RATE, ""), (float, int, type(None)))
+    if type(record.get("index")) is not int or PASS_RATE not in record:
+        return False
+    return isinstance(record[PASS_RATE], (float, int, type(None)))
 
 
 @contextmanager
@@ -274,8 +276,8 @@ def _measure(
             with undisturbed(samples.trainer.model_wrapped, seed=seed_at(settings["seed"], batch.start)):
                 graded = samples.draw(batch, k)
             measured = []
-            for index, of_prompt in zip(batch, graded, strict=True):
-                measured.append((index, _rate(of_prompt.rewards, settings["success_threshold"])))
+            for index, grades in zip(batch, graded, strict=True):
+                measured.append((index, _rate(grades.rewards, settings["success_threshold"])))
             new = {index: rate for index, rate in gather_object(measured) if index not in rates}
             rates |= new
             if scores_file is not None and accelerator.is_main_process:
@@ -293,7 +295,8 @@ def _rate(rewards: list[float | None], success_threshold: float) -> float | None
 
 def _continue(samples: PolicySamples, settings: dict[str, Any], path: Path) -> dict[int, float | None]:
     """Read the pass rates of the file at `path` and check its settings. If there is no file, begin one."""
-    expected = json.loads(json.dumps(_depends_on(samples, settings)))
+    # The file has JSON, so compare it with what JSON makes of the settings, such as lists instead of tuples.
+    expected = json.loads(json.dumps(_relevant_settings(samples, settings)))
     if not path.is_file():
         if samples.trainer.accelerator.is_main_process:
             write_records(path, PASS_RATES, expected)
@@ -303,7 +306,7 @@ def _continue(samples: PolicySamples, settings: dict[str, Any], path: Path) -> d
     return rates
 
 
-def _depends_on(samples: PolicySamples, settings: dict[str, Any]) -> dict[str, Any]:
+def _relevant_settings(samples: PolicySamples, settings: dict[str, Any]) -> dict[str, Any]:
     """Return all settings that pass rates depend on. Data, weights and tokenizer are hashed."""
     trainer, args = samples.trainer, samples.trainer.args
     lines = []

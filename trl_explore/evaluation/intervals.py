@@ -1,5 +1,6 @@
-"""Bootstrap intervals of benchmark values, for the choice of prompts or seeds."""
+"""Bootstrap intervals of the mean of a benchmark over prompts or seeds."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ def bootstrap_interval(
     # samples per prompt give few distinct values, even for many prompts.
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)  # (V,), (V,)
     random = np.random.default_rng(seed)
-    num_parts = -(-num_resamples // PART)
+    num_parts = math.ceil(num_resamples / PART)
     means = [random.multinomial(len(values), counts / len(values), PART) @ distinct for _ in range(num_parts)]
     return _ends(np.concatenate(means) / len(values), level)
 

@@ -71,17 +71,17 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
     if len(answers) != len(correct):
         raise ValueError(f"correct must have one entry per answer, got {len(correct)} for {len(answers)} answers.")
     _check_k(k, len(answers))
-    flags: defaultdict[Hashable, list[float]] = defaultdict(list)
-    for answer, flag in zip(answers, correct, strict=True):
+    groups: defaultdict[Hashable, list[float]] = defaultdict(list)  # correctness of the samples with each answer
+    for answer, is_correct in zip(answers, correct, strict=True):
         if answer is not None:
-            flags[answer].append(float(flag))
-    num_blank = len(answers) - sum(len(group) for group in flags.values())
-    counts = {answer: len(group) for answer, group in flags.items()}
+            groups[answer].append(float(is_correct))
+    counts = {answer: len(group) for answer, group in groups.items()}
+    num_blank = len(answers) - sum(counts.values())
     total = math.comb(len(answers), k)
 
     expectation = 0.0
     wins: dict[int, float] = {}  # by an answer's number of samples: equally frequent answers win equally often
-    for answer, group in flags.items():
+    for answer, group in groups.items():
         if any(group):
             if len(group) not in wins:
                 others = [count for other, count in counts.items() if other != answer]

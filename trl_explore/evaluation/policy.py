@@ -18,7 +18,8 @@ from trl_explore.sampling.generation import complete, generating_model
 
 class PolicySamples:
     """
-    Samples and grades completions of prompts. The caller sets the seed and restores the model, with `undisturbed`.
+    Samples and grades completions of prompts. Call it within [`~trl_explore.evaluation.samplers.undisturbed`], which
+    sets the seed and restores the state of the model.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -136,10 +137,10 @@ class PolicySamples:
         """
         self._follow_trainer()
         graded: list[Graded] = []
-        size = max(1, self.batch_size // num_samples)
+        rows_per_call = max(1, self.batch_size // num_samples)
         with generating_model(self.trainer) as model:
-            for start in range(0, len(indices), size):
-                rows = [self.rows[index] for index in indices[start : start + size]]
+            for start in range(0, len(indices), rows_per_call):
+                rows = [self.rows[index] for index in indices[start : start + rows_per_call]]
                 completion_ids, completions = self._complete(model, rows, num_samples, greedy=greedy)
                 graded += self.grade(rows, completions, completion_ids)
         return graded
@@ -152,8 +153,9 @@ class PolicySamples:
         template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         prompts: list[Any] = []
         prompt_ids: list[list[int]] = []
-        for ids, row in zip(encode_prompts([row["prompt"] for row in rows], tokenizer, **template), rows, strict=True):
-            prompts += [row["prompt"]] * num_samples
+        row_prompts = [row["prompt"] for row in rows]
+        for prompt, ids in zip(row_prompts, encode_prompts(row_prompts, tokenizer, **template), strict=True):
+            prompts += [prompt] * num_samples
             prompt_ids += [ids] * num_samples
         completion_ids: list[list[int]] = []
         config = self._config(greedy=greedy)
@@ -201,8 +203,9 @@ def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[
     def judge(prompts: list[Any], completions: list[Any], **inputs: Any) -> list[float]:
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if not isinstance(prompts[0], str):
-            conversations, kwargs = texts, {"processing_class": processing_class, **trainer.chat_template_kwargs}
-            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in conversations]
+            # The prompts and completions are lists of messages, so `texts` are conversations until here.
+            kwargs = {"processing_class": processing_class, **trainer.chat_template_kwargs}
+            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in texts]
         options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
         encoded = processing_class(text=texts, add_special_tokens=False, **options)
         return func(**encoded.to(trainer.accelerator.device)).logits[:, 0].tolist()

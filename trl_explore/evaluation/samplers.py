@@ -168,8 +168,9 @@ class TransformersSampler:
             **options,
         )
         size = max(1, self.batch_size // sampling.num_samples)
-        for number, members in groupby(sorted(prompts), key=lambda position: position // size):
-            batch = list(members)
+        # Positions determine the batches, so that a continued evaluation has the same batches.
+        for number, positions in groupby(sorted(prompts), key=lambda position: position // size):
+            batch = list(positions)
             prompt_ids: list[list[int]] = []
             for position in batch:
                 prompt_ids += [prompts[position]] * sampling.num_samples

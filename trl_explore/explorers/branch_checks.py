@@ -96,14 +96,15 @@ def _row(start: str, key: Any, num_rows: int) -> int:
 def _value(start: str, value: Any, length: int) -> float | list[float]:
     """Return an advantage as a number, or as a list of `length` numbers. Raise ValueError if it is neither."""
     plain = _plain(value)
-    numbers = [_plain(number) for number in plain] if isinstance(plain, list | tuple) else [plain]
+    is_list = isinstance(plain, list | tuple)
+    numbers = [_plain(number) for number in plain] if is_list else [plain]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
             raise ValueError(
                 f"{start} = {reprlib.repr(value)}: an advantage is a finite number, or a list with one for each "
                 "token. Rewards that are infinite or NaN make such advantages."
             )
-    if not isinstance(plain, list | tuple):
+    if not is_list:
         return float(numbers[0])
     if len(numbers) != length:
         raise ValueError(

@@ -85,7 +85,7 @@ class BranchExplorer:
 
     name = ""  # for error messages
     stream = "branch"  # name of the added rows in metrics and in the completions table
-    # True if `explore` may return `main_advantages`. It only counts in the metric `method/changed_hooks`.
+    # True if `explore` may return `main_advantages`. Only the metric `method/changed_hooks` reads it.
     credits_main_rows = False
     args: "ExplorationConfig"  # the configuration; a subclass may narrow the type
 
@@ -138,8 +138,7 @@ class BranchExplorer:
 
         Args:
             groups (`Sequence[ScoredGroup]`):
-                This process's prompts to explore; may be empty. [`AutoExplorer`] gets
-                all prompts of this process.
+                This process's prompts to explore; may be empty. [`AutoExplorer`] gets all prompts of this process.
             output (`dict`):
                 The main rows of this process as TRL scored them.
         """

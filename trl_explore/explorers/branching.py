@@ -97,13 +97,14 @@ class Branching:
         if self.choice is not None:
             explored = self.choice.mask(deciding)
         is_explored = ranks.local(explored).tolist()
-        rewards, of_success = ranks.local(self.scorer.totals()).tolist(), ranks.local(deciding).tolist()
+        rewards = ranks.local(self.scorer.totals()).tolist()
+        of_success = ranks.local(deciding).tolist()
         failures = failed(ranks.local(deciding), threshold=self.policy.args.success_bar).tolist()
         is_trained = output["completion_mask"].any(dim=1).tolist()
         # With `splits_groups`, the first and the last group may be partly on other processes.
         num_rows = len(is_explored)
         first_row = ranks.index * num_rows  # among the rows of all processes
-        starts = [0, *range(-first_row % size or size, num_rows, size)]
+        starts = [row for row in range(num_rows) if row == 0 or (first_row + row) % size == 0]
         groups = []
         for start, end in itertools.pairwise([*starts, num_rows]):
             if is_explored[start]:

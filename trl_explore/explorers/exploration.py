@@ -466,8 +466,8 @@ def train_all_mask(completion_ids: list[list[int]]) -> list[list[int]]:
 
 
 def served_logprobs(policy: Policy, rollout: Rollout) -> list[list[float | None]] | None:
-    """Return the log-probabilities of further rows. With vLLM, TRL needs a value for each token on all processes, also
-    on a process without rows. Without vLLM, it needs none."""
+    """Return the log-probabilities of `rollout`, whose rows are added to TRL's. With vLLM, TRL needs a value for each
+    token on all processes, also on a process without rows. Without vLLM, it needs none."""
     if policy.serving is None:
         return None
     return rollout.logprobs or no_logprobs(rollout.completion_ids)

@@ -102,7 +102,8 @@ class Forks:
             start = fork.prefix_length
             prefixes.append(fork.origin.prompt_ids + fork.origin.completion_ids[:start])
             budgets.append(longest - start)
-        numbers, begun = [fork.number for fork in forks], [fork.begun for fork in forks]
+        numbers = [fork.number for fork in forks]
+        begun = [fork.begun for fork in forks]
         branches = []
         with self.sample.rollout():
             sampled = self.sample(prefixes, numbers, budgets, begun=begun)
@@ -120,6 +121,7 @@ class Forks:
         origin, start, token_ids = fork.origin, fork.prefix_length, continuation.token_ids
         logprobs: list[float | None] | None = None
         if continuation.logprobs is not None:
+            # A completion from a checkpoint has no log-probabilities. Its prefix is not trained, so 0 has no effect.
             prefix_logprobs: list[float | None] = [0.0] * start
             if origin.logprobs is not None:
                 prefix_logprobs = origin.logprobs[:start]

@@ -11,8 +11,13 @@ Message = dict[str, Any]
 
 def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
     """Return start and end (exclusive) of the model's responses, which are the maximal runs of ones."""
-    flips = [token for token, (left, right) in enumerate(pairwise([0, *loss_mask, 0])) if left != right]
-    return list(zip(flips[::2], flips[1::2], strict=True))
+    starts, ends = [], []
+    for token, (before, here) in enumerate(pairwise([0, *loss_mask, 0])):
+        if here > before:
+            starts.append(token)
+        elif here < before:
+            ends.append(token)
+    return list(zip(starts, ends, strict=True))
 
 
 def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
@@ -31,7 +36,7 @@ class Trajectory:
     completion_ids: list[int]  # tokens of the policy and of tools, `[T]`
     loss_mask: list[int]  # 1 for a token of the policy, `[T]`
     messages: list[Message] | None = None  # messages of an agent's completion; None: plain text
-    states: dict[int, Any] = field(default_factory=dict)  # states of the environment before the last turns, by turn
+    states: dict[int, Any] = field(default_factory=dict)  # kept states of the environment before turns, by turn
     logprobs: list[float | None] | None = None  # `[T]`; None if the backend reports none
     shared: int | None = None  # number of tokens that a branch shares with its main row; None: it is the main row
 
@@ -46,7 +51,8 @@ class Trajectory:
 
     def turn_at(self, token: int) -> int:
         """Return the number of the turn, from 0, that contains a token of the policy."""
-        return sum(first <= token for first, _ in self.turns) - 1
+        started = [first for first, _ in self.turns if first <= token]
+        return len(started) - 1
 
     def messages_before(self, turn: int) -> list[Message]:
         """Return copies of the messages before a turn. Turns are counted from 0."""
@@ -62,11 +68,11 @@ class Fork:
 
     origin: Trajectory
     turn: int  # from 0
-    number: int  # of branches
-    start: int | None = None  # number of tokens that the branches keep; None: all before the turn
+    number: int  # number of branches to sample
+    start: int | None = None  # number of tokens that the branches keep; None: all tokens before the turn
 
     def check(self) -> None:
-        """Raise ValueError if there is no such place in the completion."""
+        """Raise TypeError if a field has a wrong type, or ValueError if the completion has no such place."""
         if not isinstance(self.origin, Trajectory):
             raise TypeError(
                 f"`Fork(origin=...)` of a {type(self.origin).__name__}: give a trajectory; `branch.as_trajectory()` "
@@ -98,7 +104,7 @@ class Fork:
 
     @property
     def begun(self) -> int:
-        """Return how many tokens of its turn the fork keeps."""
+        """Return the number of tokens of its own turn that the branches keep."""
         return self.prefix_length - self.origin.turns[self.turn][0]
 
 
@@ -118,7 +124,7 @@ class Branch:
     logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; None if the backend reports none
     rewards: list[float] | None = None  # `[F]`; None if the reward functions were not asked yet
     extra: Mapping[str, Any] = field(default_factory=dict)  # values that the reward functions logged, by column
-    states: dict[int, Any] = field(default_factory=dict)  # kept states of its environment before its turns, by turn
+    states: dict[int, Any] = field(default_factory=dict)  # kept states of its environment before turns, by turn
 
     @property
     def row(self) -> int:

@@ -146,20 +146,23 @@ class FeaturePass:
         self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
         self.seconds = 0.0
         seen, self._generated = self._generated, None
-        if (
-            mask is None
-            and seen is not None
-            and (seen.contexts, seen.completion_ids) == (prompt_ids, completion_ids)
-            and not self._changes_positions(prompt_ids, completion_ids)
-            and len(seen.states) == max(map(len, completion_ids))
-            and len(seen.states[0]) == len(completion_ids)  # False if the rows were sampled in several calls
-        ):
+        if mask is None and seen is not None and self._has_states(seen, prompt_ids, completion_ids):
             self._add(self._rows, torch.stack(seen.states, dim=1))
         # The same condition as in TRL's `_generate_and_score_completions`: TRL computes old log-probabilities if an
         # optimizer step can separate sampling and loss, or for vLLM's importance sampling correction.
         steps = args.steps_per_generation * args.num_iterations
         corrects_sampling = args.use_vllm and args.vllm_importance_sampling_correction
         self._old_logprobs_follow = args.gradient_accumulation_steps % steps != 0 or corrects_sampling
+
+    def _has_states(self, seen: Generated, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
+        """Return whether `seen` has the hidden states of exactly these rows, as the loss computes them."""
+        if (seen.contexts, seen.completion_ids) != (prompt_ids, completion_ids):
+            return False
+        if self._changes_positions(prompt_ids, completion_ids):
+            return False
+        num_tokens = max(map(len, completion_ids))
+        # The numbers differ if the rows were sampled in several calls.
+        return len(seen.states) == num_tokens and len(seen.states[0]) == len(completion_ids)
 
     def _changes_positions(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
         """Return whether rows are so long that the loss and `generate` use different rotary factors. The loss computes

@@ -188,7 +188,8 @@ def sequence_features(
     vocabulary, width = 0, 0
     if head.weight.dim() == 2:
         vocabulary, width = head.weight.shape
-    if hidden.dim() != 3 or hidden.shape[2] != width or not hidden.shape[:2] == token_ids.shape == mask.shape:
+    same_tokens = hidden.shape[:2] == token_ids.shape == mask.shape
+    if hidden.dim() != 3 or hidden.shape[2] != width or not same_tokens:
         raise ValueError(
             f"`hidden` {tuple(hidden.shape)}, `token_ids` {tuple(token_ids.shape)}, `mask` {tuple(mask.shape)} and "
             f"the head's weight {tuple(head.weight.shape)} must be (B, T, D), (B, T), (B, T) and (V, D). A weight "
@@ -203,7 +204,7 @@ def sequence_features(
     if score_mask is not None:
         scored = mask | score_mask.to(device).bool()
     columns = scored.nonzero()[:, 1].split(scored.sum(1).tolist())  # [B][number of scored tokens]
-    # Convert the parameters once for all tiles. Autocast would also keep one converted copy.
+    # Convert the parameters once for all tiles. This takes no more memory than autocast, which keeps a copy, too.
     bias = head.bias
     if bias is not None:
         bias = bias.to(dtype)

@@ -203,7 +203,7 @@ def mixed_enough(
     rewards: torch.Tensor, group_size: int, *, min_correct: int, min_wrong: int, threshold: float
 ) -> torch.Tensor:
     """
-    Return which rows belong to groups with enough right and enough wrong answers to be shaped.
+    Return the mask of the rows in groups with enough right and enough wrong answers to be shaped.
 
     If all answers of a group are wrong, or all are right, their shaped rewards would differ by novelty alone. Division
     by the standard deviation would then make this difference as large as a difference in correctness.

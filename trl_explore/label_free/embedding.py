@@ -21,7 +21,8 @@ def make_embedder(name: str, *, device: Any, batch_size: int) -> Embedder:
 
     Args:
         name (`str`):
-            Hub name or folder of a model of sentence-transformers, or `"ngrams"` for counts of three characters.
+            Hub name or folder of a model of sentence-transformers, or `"ngrams"` for counts of the sequences of three
+            characters that occur in a text.
         device (`torch.device` or `str`):
             Device of the model.
         batch_size (`int`):
@@ -52,8 +53,8 @@ def make_embedder(name: str, *, device: Any, batch_size: int) -> Embedder:
         ) from error
 
     def embed(texts: list[str]) -> torch.Tensor:
-        found = model.encode(texts, batch_size=batch_size, show_progress_bar=False, convert_to_tensor=True)
-        return found.float().cpu()
+        vectors = model.encode(texts, batch_size=batch_size, show_progress_bar=False, convert_to_tensor=True)
+        return vectors.float().cpu()
 
     return embed
 

@@ -27,7 +27,7 @@ EVOL_RL = Method(
         "votes/answered_fraction": 'share of completions with an answer, or, with `correctness="reward"`, with a '
         "reward",
         "votes/right_fraction": "share of completions that count as right",
-        "votes/right_reward": "mean reward of these completions from the reward functions. If the functions know "
+        "votes/right_reward": "mean reward of right completions from the reward functions. If the functions know "
         "the right answer, it shows how often the majority is right",
         "novelty/mean_similarity": "mean similarity of two completions of a prompt. Near 1, they are almost equal",
         "shaped_reward": "mean reward from votes and novelty, from which advantages are computed. `reward` is "

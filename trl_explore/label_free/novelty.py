@@ -46,8 +46,9 @@ def novelties(similarity: torch.Tensor, right: Sequence[bool]) -> list[float]:
         others = [other for other in range(len(right)) if other != row]
         if not others:
             return [0.5]
-        of_class = [other for other in others if right[other] == is_right] or others
-        mean, largest = similarity[row, of_class].mean(), similarity[row, others].max()
+        same_class = [other for other in others if right[other] == is_right]
+        mean = similarity[row, same_class or others].mean()
+        largest = similarity[row, others].max()
         found.append(1.0 - 0.5 * float(mean) - 0.5 * float(largest))
     return found
 

@@ -20,4 +20,4 @@ def majority_answer(answers: Sequence[Hashable | None]) -> Hashable | None:
     del counts[None]
     if not counts:
         return None
-    return max(counts, key=counts.__getitem__)
+    return counts.most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""One thread for tiny models on a CPU: with more, each operation ends up waiting for a core that others use."""
+"""One thread for tiny models on a CPU. With more threads, each operation waits for the core of another process."""
 
 import os
 import sys
@@ -10,20 +10,24 @@ from torch import nn
 
 # Largest number of parameters for which one thread is used, because one was faster than two. Time with two threads
 # divided by the time with one, for 0.1, 1, 4 and 8 million parameters (two cores under a load of 7, 32 rows of 48
-# tokens): 11, 5, 2 and 3 for a training step; 6, 20, 4 and 6 for sampling, at worst 65. Larger models keep torch's
-# default, because their operations are large enough for several threads.
+# tokens): 11, 5, 2 and 3 for a training step; 6, 20, 4 and 6 for sampling, and 65 in the worst case. Larger models
+# keep torch's default, because their operations are large enough for several threads.
 TINY = 10_000_000
 
 
 def suitable_threads(num_parameters: int, device: torch.device) -> int:
-    """1 for a tiny model on a CPU; else, and where `OMP_NUM_THREADS` says how many, those in force."""
-    chosen = os.environ.get("OMP_NUM_THREADS") or device.type != "cpu" or num_parameters > TINY
-    return torch.get_num_threads() if chosen else 1
+    """Return 1 for a tiny model on a CPU, unless the user has set `OMP_NUM_THREADS`. Otherwise return the current
+    number of threads."""
+    user_decides = bool(os.environ.get("OMP_NUM_THREADS"))
+    if user_decides or device.type != "cpu" or num_parameters > TINY:
+        return torch.get_num_threads()
+    return 1
 
 
 @contextmanager
 def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Computes with a suitable number of threads, for functions that others call; afterwards as before."""
+    """Use a suitable number of threads inside the context, and restore the former number afterwards. This suits
+    library functions, because their caller's number of threads does not change."""
     before = torch.get_num_threads()
     torch.set_num_threads(suitable_threads(*_size_and_device(model, device)))
     try:
@@ -33,7 +37,7 @@ def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterato
 
 
 def limit_threads(model: nn.Module, device: torch.device | None = None) -> None:
-    """Sets a suitable number of threads for the rest of a command, and says so where that changes it."""
+    """Set a suitable number of threads for the rest of a command. Print a note if this changes the number."""
     num_parameters, device = _size_and_device(model, device)
     threads = suitable_threads(num_parameters, device)
     if threads == torch.get_num_threads():

@@ -48,13 +48,13 @@ def enable_packing(model: PreTrainedModel) -> None:
     kinds = set(config.get("layer_types") or ()) - LAYER_TYPES
     if kinds or model._is_stateful:
         raise ValueError(
-            f"{type(model).__name__} has layers without attention or with one of their own "
-            f"({', '.join(sorted(kinds)) or 'recurrent'}), which read rows one after the other"
+            f"{type(model).__name__} has layers without full or sliding-window attention "
+            f"({', '.join(sorted(kinds)) or 'recurrent'}), which do not accept packed rows"
         )
     if config.get("attention_dropout"):
         raise ValueError(
-            f"`attention_dropout={config['attention_dropout']}` drops other tokens for each row: load the model with "
-            "`attention_dropout=0.0` (in `model_init_kwargs`)"
+            f"`attention_dropout={config['attention_dropout']}` drops different tokens in each row: load the model "
+            "with `attention_dropout=0.0` (in `model_init_kwargs`)"
         )
     original = model.config._attn_implementation
     if original.startswith(PREFIX):
@@ -97,7 +97,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise ValueError(f"{type(module).__name__} is not told which rows are packed: its model drops arguments")
+            raise ValueError(f"{type(module).__name__} does not get `packed_rows`: its model drops arguments")
         if original == "eager":  # each model has its own eager attention
             attention = sys.modules[type(module).__module__].eager_attention_forward
         else:
@@ -111,12 +111,12 @@ def _attend(
     if query.device.type == "cuda" and query.size(-1) >= 16:  # FlexAttention needs a head size of at least 16
         from transformers.integrations.flex_attention import flex_attention_forward
 
-        # torch compiles for the first length, and at the second length once more for any length. Asking for any length
-        # at once fails: `mark_dynamic` does not accept the lengths of the mask, and `dynamic=True` does not accept
-        # `softcap`, because they are plain numbers.
+        # torch compiles for the first length, and at the second length once more for all lengths. It cannot compile
+        # for all lengths at once: `mark_dynamic` does not accept the lengths of the mask, and `dynamic=True` does not
+        # accept `softcap`, because both are plain numbers.
         mask = block_mask(packed_rows, window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
-    if window is not None and window > int(packed_rows.position_ids.max()):
+    if window is not None and window > int(packed_rows.position_ids.max()):  # it covers the longest row
         window = None
     fused = query.device.type == "cpu" and query.size(-1) == value.size(-1)
     if fused and window is None and softcap is None:
@@ -232,8 +232,9 @@ def masked_attention(
     parts = []
     for i, segment in enumerate(trie.segments):
         chain = trie.chain(i)
-        if window is not None:  # drop ancestors that no token of the segment attends to
-            chain = [s for s in chain if s.depth + s.stop - s.start > segment.depth - window + 1]
+        if window is not None:  # drop ancestors that end before the window of the segment's first token
+            window_start = segment.depth - window + 1
+            chain = [s for s in chain if s.depth + s.stop - s.start > window_start]
         depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in chain])
         keys = _joined([key[:, :, s.start : s.stop] for s in chain])
         values = _joined([value[:, :, s.start : s.stop] for s in chain])
@@ -295,7 +296,7 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     some, every = some.tril(-1), every.tril(-1)
     own = torch.eye(len(first), dtype=torch.bool, device=device)
     mask = BlockMask.from_kv_blocks(
-        *_listed(some & ~every | own), *_listed(some & every), BLOCK_SIZE=BLOCK, mask_mod=sees
+        *_listed((some & ~every) | own), *_listed(some & every), BLOCK_SIZE=BLOCK, mask_mod=sees
     )
     rows.block_masks[window] = mask
     return mask

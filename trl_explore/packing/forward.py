@@ -26,19 +26,20 @@ from trl_explore.rows.policy import Policy
 from trl_explore.rows.streams import RowDict, row_tokens, select_rows
 from trl_explore.sampling.generation import whole_row_adapter
 from trl_explore.sampling.positions import fixed_rotary_length
+from trl_explore.sampling.sampler import without_dropout
 
 if TYPE_CHECKING:
     from trl_explore.trainers.config import ExplorationConfig
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
-# By mode: smallest ratio of tokens in the rows to tokens that are computed, from which on rows are packed. If rows
-# share only a few tokens, packing does not pay: with a sliding window, it needs more memory than TRL's pass.
+# Smallest ratio of row tokens to computed tokens for which rows are packed, by mode. If rows share only a few tokens,
+# packing does not pay: with a sliding window, it needs more memory than TRL's pass.
 PAYS_FROM = {"on": 1.05, "auto": 1.2}
 
 
 class PackedForward:
     """
-    Computes tokens that rows of a micro-batch share only once, in the forward and in the backward pass.
+    Computes the shared prefixes of a micro-batch's rows only once, in the forward and in the backward pass.
 
     Results have the same shapes as TRL's, so TRL computes losses and metrics from them. With `mode="off"`, TRL's own
     pass computes everything.
@@ -53,7 +54,7 @@ class PackedForward:
         token_budget (`int` or `None`):
             Most tokens of one sequence; see the field `packed_token_budget`.
         longest (`int` or `None`):
-            Most columns of padded rows for which rotary factors do not depend on their number. None for any number.
+            Number of columns up to which rotary factors do not depend on the number of columns. None if they never do.
     """
 
     min_saved = MIN_SAVED
@@ -158,7 +159,7 @@ class PackedForward:
         if args.torch_compile:
             raise ValueError("every batch would be compiled again: set `torch_compile=False`")
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-            raise ValueError("virtual tokens stand before every row: train LoRA, or the whole model")
+            raise ValueError("virtual tokens precede every row: train LoRA, or the whole model")
         if (adapter := whole_row_adapter(model)) is not None:
             raise ValueError(f"the model has {adapter}: train plain LoRA, or the whole model")
 
@@ -176,17 +177,17 @@ class PackedForward:
         ids[1, :8] = ids[0, :8]
         mask = torch.ones_like(ids)
         mask[2, :4] = 0  # a shorter prompt
-        found, training = {}, model.training
-        model.eval()
+        width = 6  # number of completion tokens
+        found = {}
         try:
-            with torch.no_grad():
+            # Not `model.eval()`: bitsandbytes would repack 4-bit weights, which a CPU cannot train afterwards.
+            with torch.no_grad(), without_dropout(model):
                 for mode in ("off", "on"):
                     self.mode, self.min_saved = mode, 1
-                    found[mode] = self.policy.forward(model, ids, mask, 6)[0].float()
+                    found[mode] = self.policy.forward(model, ids, mask, width)[0].float()
         finally:
             self.mode = "off"
-            del self.min_saved
-            model.train(training)
+            del self.min_saved  # the class has the default
         error = (found["on"] - found["off"]).abs().mean().item()
         exact = model.dtype == torch.float32 and accelerator.mixed_precision == "no"
         tolerance = 1e-3 if exact else 0.1
@@ -281,9 +282,9 @@ class PackedForward:
         """
         Return whether the rows are so long that their rotary factors depend on the number of columns.
 
-        TRL counts positions from the first column, but packed rows count them from the first token. So only TRL's own
-        pass then has the same factors. With a token budget, all processes must make the same number of forward passes,
-        so they decide together.
+        TRL counts positions from the first column, and packed rows count them from the first token. Packed rows would
+        then get other factors, so TRL's own pass must compute them. With a token budget, all processes must make the
+        same number of forward passes, so they decide together.
         """
         if self.longest is None:
             return False
@@ -365,7 +366,7 @@ class PackedForward:
             # TRL logs the values of the main process. A mean over processes would cost a gather in every pass.
             self.policy.log_metric("packing/token_ratio", ratio)
             self.policy.log_metric("packing/packed", packed)
-            self.policy.log_metric("packing/sequences", len(list(filter(None, packs))))
+            self.policy.log_metric("packing/sequences", sum(len(rows) > 0 for rows in packs))
             if ids.is_cuda:  # only there attention is compiled
                 self.policy.log_metric("packing/compilations", num_compilations())
         if not packed:
@@ -376,7 +377,7 @@ class PackedForward:
             logps.append(sequence_logps)
             entropies.append(sequence_entropies)
             numbers += rows
-        order = torch.tensor(numbers, device=ids.device).argsort()
+        order = torch.tensor(numbers, device=ids.device).argsort()  # back to the order of `ids`
         if entropies[0] is None:  # the reference model returns no entropies
             return torch.cat(logps)[order], None, None
         return torch.cat(logps)[order], torch.cat(entropies)[order], None

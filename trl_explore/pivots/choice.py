@@ -37,7 +37,7 @@ class Pivot:
 class BranchPoint:
     """A pivot, and the branches that were sampled from it."""
 
-    origin: Trajectory  # the failed completion; `origin.row` is None if it is of an earlier batch
+    origin: Trajectory  # the failed completion; its `row` is None if it is from an earlier batch
     start: int  # number of tokens that the branches keep
     depth: float  # relative depth, in (0, 1]
     branches: list[Branch] = field(default_factory=list)  # K branches
@@ -104,9 +104,9 @@ def segment_delimiters(
     starts = {0}
     for delimiter in delimiters:
         for match in re.finditer(re.escape(delimiter), text):
-            start = bisect_left(token_ends, match.end()) + 1
-            if start < len(ids):
-                starts.add(start)
+            last_token = bisect_left(token_ends, match.end())  # the token in which the delimiter ends
+            if last_token + 1 < len(ids):
+                starts.add(last_token + 1)
     return sorted(starts)
 
 
@@ -118,18 +118,18 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]
     added.
     """
 
-    def text(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     for token in set(ids) - cache.keys():
         # Decode the token after itself, because some tokenizers remove the space at the beginning of a text.
-        cache[token] = text([token, token])[len(text([token])) :]
+        cache[token] = decode([token, token])[len(decode([token])) :]
     texts = [cache[token] for token in ids]
     begin = 0  # first token of the current character
     for i in range(len(ids)):
         if begin < i or BROKEN in texts[i]:
-            texts[i] = text(ids[begin : i + 1])
-            # A character has at most four bytes.
+            texts[i] = decode(ids[begin : i + 1])
+            # A character has at most four bytes, so four tokens that still do not form one never will.
             if texts[i].endswith(BROKEN) and i - begin < 3 and i + 1 < len(ids):
                 texts[i] = ""
                 continue

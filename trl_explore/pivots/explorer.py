@@ -65,11 +65,11 @@ class PivotExplorer(BranchExplorer):
         self._points: list[BranchPoint] = []  # pivots whose branches are trained with this batch
         self._queue: list[BranchPoint] = []  # pivots that wait for their branches (`deferred_branching`)
         self._pivot_depths: dict[int, float] = {}  # depth of the first pivot of each main row that has one
-        self._recovered: dict[int, bool] = {}  # whether a branch of the main row succeeded
+        self._recovered: dict[int, bool] = {}  # by main row with scored branches: True if one of them succeeded
         self._delimiter_cache: dict[int, str] = {}
         # Pivot distributions of this batch, by number of segments and number of possible pivots.
         self._distributions: dict[tuple[int, int], torch.Tensor] = {}
-        self._num_cut = 0  # number of completions with several segments, of those in which pivots were drawn
+        self._num_cut = 0  # number of completions with more than one segment that `draw` got
         self._warned = False
         self._own_seconds = 0.0  # time without sampling and scoring
 
@@ -107,7 +107,7 @@ class PivotExplorer(BranchExplorer):
         return Branches(rows)
 
     def rows(self, points: list[BranchPoint]) -> Rows:
-        """Return the branches as training rows. Their prefixes only condition (Eq. 4)."""
+        """Return the branches as training rows. Their prefixes are not trained (Eq. 4)."""
         branches = []
         for point in points:
             branches += point.branches
@@ -129,7 +129,7 @@ class PivotExplorer(BranchExplorer):
         most = self.args.max_completion_length or max(map(len, main.completion_ids))
         row = num_main
         for point in self._queue:
-            # Without `max_completion_length`, the limit of the pivot's own batch was another one.
+            # Without `max_completion_length`, `most` depends on the batch, so it can be less than `point.start`.
             budget = max(1, most - point.start)
             point.branches = []
             for _ in range(number):
@@ -173,7 +173,8 @@ class PivotExplorer(BranchExplorer):
         return points
 
     def _warn_without_cuts(self, num_chosen: int) -> None:
-        """Warn once, in the first batch with a failure, if all its completions are a single segment."""
+        """Warn once, in the first batch with a failure, if no failed completion has more than one segment. Every
+        process must call it."""
         if self._warned or self.args.pivot_selection == "root":
             return
         total = self.policy.ranks.summed({"chosen": num_chosen, "cut": self._num_cut})
@@ -235,7 +236,8 @@ class PivotExplorer(BranchExplorer):
         ids = trajectory.completion_ids
         if not self.forks.is_agent:
             return self._segment(ids, most)
-        return turn_starts(trajectory.turns, self._segment(ids[slice(*trajectory.turns[-1])], most))
+        first, end = trajectory.turns[-1]
+        return turn_starts(trajectory.turns, self._segment(ids[first:end], most))
 
     def _segment(self, ids: list[int], most: int) -> list[int]:
         """Return the first token of each segment of some tokens."""
@@ -246,7 +248,8 @@ class PivotExplorer(BranchExplorer):
         )
 
     def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
-        """Keep `limit` pivots of the whole batch: the first pivot of every completion before the second of any."""
+        """Keep `limit` pivots of the batch on all processes. The first pivots of all completions are kept before any
+        second pivot, and so on. Random numbers decide between pivots of equal rank."""
         numbers: list[int] = []  # number of each pivot in its completion, from 0
         for i, pivot in enumerate(pivots):
             is_first = i == 0 or pivots[i - 1].row != pivot.row
@@ -255,10 +258,10 @@ class PivotExplorer(BranchExplorer):
         all_numbers: list[int] = []
         for process_numbers in per_process:
             all_numbers += process_numbers
-        order = torch.tensor(all_numbers, dtype=torch.float64)
-        tie_break = torch.rand(len(order), generator=self.shared_generator, dtype=torch.float64)
-        kept = set((order + tie_break).argsort()[:limit].tolist())
-        first = sum(map(len, per_process[: self.policy.ranks.index]))
+        priority = torch.tensor(all_numbers, dtype=torch.float64)
+        tie_break = torch.rand(len(priority), generator=self.shared_generator, dtype=torch.float64)  # in [0, 1)
+        kept = set((priority + tie_break).argsort()[:limit].tolist())
+        first = sum(map(len, per_process[: self.policy.ranks.index]))  # index of this process's first pivot
         return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
 
     # --------------------------------------------------------------------------------------------- learn from branches
@@ -304,7 +307,8 @@ class PivotExplorer(BranchExplorer):
                 known.append((point.depth, int(is_solved)))
         outcomes = self.policy.ranks.objects(known)
         if outcomes:
-            self.estimator.add(*zip(*outcomes, strict=True))
+            depths, labels = zip(*outcomes, strict=True)
+            self.estimator.add(depths, labels)
         if self.num_batches % self.args.estimator_update_steps == 0:
             self.estimator.fit()
         return solved
@@ -319,8 +323,8 @@ class PivotExplorer(BranchExplorer):
             num_informative = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
         own = {
             "tried": len(points),
-            "known": sum(ok is not None for ok in solved),
-            "recovered": sum(ok is True for ok in solved),
+            "known": sum(is_solved is not None for is_solved in solved),
+            "recovered": sum(is_solved is True for is_solved in solved),
             "informative": num_informative,
             "depth": sum(point.depth for point in points),
             "branches": sum(len(point.branches) for point in points),

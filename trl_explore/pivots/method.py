@@ -9,14 +9,14 @@ def pivot_options(task: Any) -> dict[str, Any] | None:
     """Return options of DEEP-GRPO that fit a task."""
     if for_language_models(task):
         return {}  # the default `segment_delimiters` contain the line breaks that end a task's steps
-    few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
-    if is_agent(task):  # pivots are at the starts of turns and inside the last turn
-        return {**few, "segmentation": "fixed", "segment_length": 8}
+    limits = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
+    if is_agent(task):  # `segment_length` is for the last turn only; earlier turns are one segment each
+        return {**limits, "segmentation": "fixed", "segment_length": 8}
     delimiters = getattr(task, "step_delimiters", None)
     if delimiters is not None:
-        return {**few, "segment_delimiters": delimiters}
+        return {**limits, "segment_delimiters": delimiters}
     length = getattr(task, "step_length", max(1, task.max_completion_length // 6))
-    return {**few, "segmentation": "fixed", "segment_length": length}
+    return {**limits, "segmentation": "fixed", "segment_length": length}
 
 
 DEEP_GRPO = Method(

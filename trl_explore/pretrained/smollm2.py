@@ -104,7 +104,7 @@ def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config
-    config._name_or_path = ""
+    config._name_or_path = ""  # the path of the package is useless on another machine
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16)
@@ -115,8 +115,8 @@ def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 def _corrected(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
     """
-    Return SmolLM2's tokenizer. It takes the vocabulary, the merges and the chat template from `tokenizer`, which
-    transformers has read from the file.
+    Return SmolLM2's tokenizer with the vocabulary, the merges and the chat template of `tokenizer`, which transformers
+    has read from the file.
 
     The file says that texts are split by the rule `smollm`, but transformers uses GPT-2's rule. SmolLM2 splits off
     each digit, so that a blank line before a number is one token instead of two. Some versions of transformers, such

@@ -152,11 +152,12 @@ def _train(
     from transformers import PrinterCallback
     from trl import SFTTrainer
 
+    # `undisturbed` disables the dropout of its argument, and this training needs dropout. So pass another module.
     with undisturbed(nn.Identity(), seed=config.seed):
         trainer: Any = SFTTrainer(
             model=source, args=config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer
         )
-        if config.disable_tqdm:
+        if config.disable_tqdm:  # then transformers prints each log instead
             trainer.remove_callback(PrinterCallback)
         trainer.train()
     return trainer.model, trainer.processing_class
@@ -168,7 +169,9 @@ def _tokenizer(source: str, *, is_agent: bool) -> "PreTrainedTokenizerBase":
     from trl.chat_template_utils import supports_tool_calling
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    return with_tools(tokenizer) if is_agent and not supports_tool_calling(tokenizer) else tokenizer
+    if is_agent and not supports_tool_calling(tokenizer):
+        return with_tools(tokenizer)
+    return tokenizer
 
 
 def _config(scratch: str, *, is_agent: bool, steps: int, seed: int, progress: bool, device: str | None) -> "SFTConfig":

@@ -1,4 +1,4 @@
-"""A short chat template with tool calls, for ChatML tokenizers without them, such as SmolLM2's."""
+"""A short chat template with tool calls, for ChatML tokenizers whose own template has none, such as SmolLM2's."""
 
 import copy
 

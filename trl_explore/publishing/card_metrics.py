@@ -75,7 +75,7 @@ def _numeric_names(history: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
     """Return name and meaning of the logged metrics that the card of a method shows: GRPO's metrics, and the metrics
-    in `card_metrics` of the method."""
+    in `card_metrics` of the method (all its metrics if that is None)."""
     row = METHODS[method]
     chosen: Iterable[str] = row.metrics
     if row.card_metrics is not None:
@@ -84,10 +84,8 @@ def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
     shown: dict[str, str] = {}
     for name, meaning in known.items():
         prefix = None
-        if name in chosen and name.endswith("/..."):
-            prefix = name.removesuffix(
-                "..."
-            )  # `explore/share/...` means every metric that begins with `explore/share/`
+        if name.endswith("/..."):  # `explore/share/...` means every metric that begins with `explore/share/`
+            prefix = name.removesuffix("...")
         for metric in logged:
             if metric == name or (prefix is not None and metric.startswith(prefix)):
                 shown.setdefault(metric, row.metrics.get(metric, meaning))
@@ -135,9 +133,8 @@ def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, 
             if match and _is_number(value):
                 found[_result_name(match)] = value
         if found:
-            if (
-                entry["step"] != last_step
-            ):  # otherwise, a callback and the trainer's own evaluation logged the same step
+            # A callback and the trainer's own evaluation may both log results of the same step. Keep both.
+            if entry["step"] != last_step:
                 results = {}
             results |= found
             last_step = int(entry["step"])

@@ -208,6 +208,7 @@ def _template(card: str) -> Any:
 def escape_markdown(text: object) -> str:
     """Escape text, so that one line of Markdown shows it literally. Control characters become visible."""
     line = html.escape(visible_text(" ".join(str(text).split())), quote=False)
+    # Also escape colons and the dot after "www", because GitHub's Markdown would turn addresses into links.
     return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
 
 

@@ -36,7 +36,7 @@ def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, m
         panel.set_xlabel("step", fontsize=8)
         panel.tick_params(labelsize=8)
         panel.grid(alpha=0.3)
-    for panel in panels:
+    for panel in panels:  # the iterator continues after the panel of the last metric
         panel.set_axis_off()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

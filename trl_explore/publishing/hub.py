@@ -66,7 +66,7 @@ def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> st
             given = f"`hub_model_id={hub_model_id!r}`"
         raise ValueError(
             f"{given} cannot be the name of a repository: set `hub_model_id` to `name` or `owner/name`, of letters, "
-            "digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most 96 characters."
+            "digits, `_`, `-` and `.` (`-` and `.` not doubled and not at an end), at most 96 characters."
         ) from error
     return name
 
@@ -131,7 +131,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _link_or_copy(source: Path, copy: Path) -> None:
     if source.stat().st_size >= LINKED_FROM:
         try:
-            return os.link(source, copy)
+            os.link(source, copy)
+            return
         except OSError:  # file systems without hard links
             pass
     shutil.copy2(source, copy)

@@ -90,8 +90,7 @@ class Publisher:
                 "`push_to_hub` out."
             )
         private_repo = self.args.hub_private_repo
-        # Older versions of transformers do not take this as an argument.
-        if private is not None:
+        if private is not None:  # in the configuration, because older versions of transformers have no argument for it
             self.args.hub_private_repo = private
         try:
             make(token)
@@ -107,7 +106,7 @@ class Publisher:
             )
 
     def _prepare_branch(self, api: HfApi) -> str | None:
-        """Create the branch if it is missing. If the repository holds a different kind of model, return which."""
+        """Create the branch if it is missing. If the repository holds another kind of model, describe it."""
         repo_id, revision = str(self.trainer.hub_model_id), self._revision or self.args.hub_revision
         branch = revision
         try:
@@ -161,7 +160,7 @@ class Publisher:
             self.trainer.dataset_names = _as_list(dataset_name)
         repo_id = self.trainer.hub_model_id or self.args.hub_model_id
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        # If the run is not published, its checkpoints get a card without a picture, which would take time.
+        # Drawing takes time, so the checkpoints of a run that is not published get a card without a picture.
         draws = self.args.push_to_hub or not self.trainer.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
         history = self.trainer.state.log_history
@@ -302,7 +301,8 @@ class Publisher:
         try:
             folder, checkpoints = self._stage(f"{STAGE}-{self.trainer.state.global_step}", Path(checkpoint_folder))
         except OSError as error:  # such as a full disk
-            return self._warn(message, error)
+            self._warn(message, error)
+            return
         job = run_as_future(self._send_or_warn, folder, checkpoints, message, self.args.hub_token)
         jobs = [job]
         if busy:

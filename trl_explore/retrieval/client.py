@@ -15,8 +15,8 @@ from typing import Any
 from trl_explore.retrieval.corpus import Passage, read_passage
 from trl_explore.retrieval.index import Retriever, Shared
 
-MAX_QUERIES = 512  # per request, of this client and by default of the server
-MAX_QUERY_CHARS = 10_000  # per query, of the tool and by default of the server
+MAX_QUERIES = 512  # queries per request that the client sends, and that the server accepts by default
+MAX_QUERY_CHARS = 10_000  # characters per query that the tool and the server accept by default
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ class HTTPRetriever:
                 with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                     return _read_answer(answer.read(), len(queries))
             except urllib.error.HTTPError as error:
-                problem, is_temporary = _describe_refusal(error), error.code in (408, 429) or error.code >= 500
+                problem = _describe_refusal(error)
+                is_temporary = error.code in (408, 429) or error.code >= 500
             except (OSError, http.client.HTTPException) as error:  # includes URLError and all timeouts
                 problem, is_temporary = f"{type(error).__name__}: {error}", True
             except ValueError as error:
@@ -120,7 +121,8 @@ def _read_answer(body: bytes, num_queries: int) -> list[list[Passage]]:
 
 class CachedRetriever(Shared):
     """
-    Caches the results of a retriever, for groups of rollouts that search for the same. Safe to use from many threads.
+    Caches the results of a retriever, because rollouts of a group often have the same queries. It is safe to use from
+    many threads.
 
     The attribute `hits` counts queries that the cache or an equal query of the same call answered. `misses` counts
     queries that the retriever answered.
@@ -257,7 +259,7 @@ class SearchTool(Shared):
         try:
             passages = self._ask(query)
         except Exception as error:  # of any retriever; the rollout continues
-            self._count_failure(error)
+            self._record_failure(error)
             message = "The search engine did not answer; try again, or answer from what you know."
             raise RetrieverError(message) from error
         with self._lock:
@@ -294,7 +296,8 @@ class SearchTool(Shared):
             raise error
         return passages
 
-    def _count_failure(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
+        """Count a failed search. Raise [`RetrieverDown`] after `max_failures` failures in a row."""
         with self._lock:
             self.calls += 1
             self.failures += 1

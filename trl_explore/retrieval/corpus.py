@@ -98,7 +98,7 @@ def load_corpus(path: str | Path) -> "Dataset":
         [`~datasets.Dataset`]: The unchanged rows of the file, memory-mapped from disk.
 
     Raises:
-        `ValueError`: If the file cannot be read, is empty, or has a row without text. The message has the row.
+        `ValueError`: If the file cannot be read, is empty, or has a row without text. The message has the number.
     """
     import datasets
 
@@ -110,7 +110,8 @@ def load_corpus(path: str | Path) -> "Dataset":
     try:
         corpus = datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:  # each file format raises its own errors, and an empty file StopIteration
-        why = _bad_line(path) or f"{error.__cause__ or error!r}; it may have no rows."
+        cause = error.__cause__ or error
+        why = _bad_line(path) or f"{cause!r}; it may have no rows."
         raise ValueError(f"{path} cannot be read: {why}") from error
     for number, row in enumerate(corpus, 1):
         try:

@@ -12,8 +12,8 @@ import numpy as np
 from trl_explore.retrieval.corpus import Corpus, Passage, load_corpus, read_passage
 
 MANIFEST = "index.json"
-SAME_VECTOR = 0.999  # cosine of two vectors of one text; another device or precision changes it by less
-FINGERPRINT_ROWS = 1000  # number of evenly spaced rows to hash; hashing all of Wikipedia would take minutes
+SAME_VECTOR = 0.999  # minimum cosine of two vectors of one text, computed on different devices or in other precisions
+FINGERPRINT_ROWS = 1000  # minimum number of evenly spaced rows to hash; hashing all of Wikipedia would take minutes
 
 Encoder = Callable[[list[str]], Any]
 
@@ -49,7 +49,7 @@ def _found(corpus: Corpus, positions: np.ndarray, scores: np.ndarray) -> list[Pa
     ]
 
 
-def _check_search(corpus: Corpus, top_k: int) -> int:
+def _limited_top_k(corpus: Corpus, top_k: int) -> int:
     if top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1.")
     return min(top_k, len(corpus))
@@ -137,7 +137,7 @@ class BM25Retriever(Shared):
 
         A passage without any word of the query is not a result. With equal scores, the earlier passage comes first.
         """
-        top_k = _check_search(self.corpus, top_k)
+        top_k = _limited_top_k(self.corpus, top_k)
         results: list[list[Passage]] = []
         for words in _words(queries):
             if not words:
@@ -209,7 +209,7 @@ class DenseRetriever(Shared):
         self.corpus = _check_corpus(corpus)
         self._encoder = encoder
         self._lock = threading.Lock()  # a tokenizer fails if two threads use it at the same time
-        self._prefixes = query_prefix, passage_prefix
+        self._query_prefix = query_prefix
         first = self._encode([passage_prefix + _indexed_text(corpus[0])])
         if index is not None:
             _check_index(Path(index), "dense", corpus)
@@ -292,12 +292,12 @@ class DenseRetriever(Shared):
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
         """Search as in [`Retriever`]. Scores are cosines. A blank query has no results."""
-        top_k = _check_search(self.corpus, top_k)
+        top_k = _limited_top_k(self.corpus, top_k)
         results: list[list[Passage]] = [[] for _ in queries]
         places = [place for place, query in enumerate(queries) if query.strip()]
         if not places:
             return results
-        vectors = self._encode([self._prefixes[0] + queries[place] for place in places])
+        vectors = self._encode([self._query_prefix + queries[place] for place in places])
         for place, scores, positions in zip(places, *self._index.search(vectors, top_k), strict=True):
             order = np.lexsort((positions, -scores))  # with equal scores, the earlier passage comes first
             results[place] = _found(self.corpus, positions[order], scores[order])

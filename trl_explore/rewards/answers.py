@@ -4,7 +4,7 @@ import re
 import threading
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl.rewards import think_format_reward as think_format_reward
 
@@ -54,19 +54,31 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     return content or ""
 
 
-def _marks(text: str) -> list[tuple[int, int, str, str]]:
-    """Return marks of final answers, in order, as `(start, end, answer, source)`. math-verify parses `source`."""
+class _Mark(NamedTuple):
+    """Final answer in a text, from `start` to `end`. math-verify parses `source`."""
+
+    start: int
+    end: int
+    answer: str
+    source: str
+
+
+def _marks(text: str) -> list[_Mark]:
+    """Return the marks of final answers, in order."""
     marks = []
     for match in HASHES.finditer(text):
         answer = match.group(1).strip()
-        marks.append((match.start(), match.end(), answer, answer))
+        marks.append(_Mark(match.start(), match.end(), answer, answer))
     for match in BOXED.finditer(text):
         depth = 1
         for position in range(match.end(), min(len(text), match.end() + MAX_ANSWER_LENGTH + 1)):
-            depth += (text[position] == "{") - (text[position] == "}")
+            if text[position] == "{":
+                depth += 1
+            elif text[position] == "}":
+                depth -= 1
             if depth == 0:
                 answer = text[match.end() : position].strip()
-                marks.append((match.start(), position + 1, answer, rf"\boxed{{{answer}}}"))
+                marks.append(_Mark(match.start(), position + 1, answer, rf"\boxed{{{answer}}}"))
                 break
     return sorted(marks)
 
@@ -76,7 +88,7 @@ def _answer_and_source(text: str) -> tuple[str, str] | None:
     marks = _marks(text)
     if not marks:
         return None
-    return marks[-1][2:]
+    return marks[-1].answer, marks[-1].source
 
 
 def extract_answer(text: str) -> str | None:
@@ -114,8 +126,9 @@ def parse_number(text: str) -> Fraction | None:
     Returns:
         `Fraction` or `None`: The value. `None` if the text is anything else.
     """
-    if len(text) > 100:
+    if len(text) > 100:  # no reasonable number is that long
         return None
+    # Use ASCII for the minus sign. Remove white space and currency signs at both ends, and full stops at the end.
     text = re.sub(r"^(?:[\s$€£]|\\\$)+|(?:[\s.$€£]|\\\$)+$", "", text.replace("\u2212", "-"))
     text = re.sub(r"^([-+])\s*(\\?\$|[€£])?\s*", r"\1", text)  # -$5
     text = re.sub(r",\\!|\{,\}|\\[,!]", ",", text)  # LaTeX's thousands separators
@@ -123,6 +136,7 @@ def parse_number(text: str) -> Fraction | None:
         return Fraction(text.replace(",", ""))
     fraction = FRACTION.fullmatch(text)
     if fraction:
+        # Only the groups of one form match, `\frac{1}{2}` or `1/2`.
         sign, numerator, denominator = [group for group in fraction.groups() if group is not None]
         if int(denominator) != 0:
             return Fraction(int(sign + numerator), int(denominator))
@@ -349,14 +363,14 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
     rewards = []
     for completion in completions:
         text = completion_text(completion)
-        outer: list[tuple[int, int, str, str]] = []
+        outer: list[_Mark] = []  # without the boxes on `####` lines
         for mark in _marks(text):
-            if not outer or mark[0] >= outer[-1][1]:
+            if not outer or mark.start >= outer[-1].end:
                 outer.append(mark)
         reward = 0.0
-        if len(outer) == 1:
-            _, end, answer, _ = outer[0]
-            if answer and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[end:]):
+        if len(outer) == 1 and outer[0].answer:
+            rest = text[outer[0].end :]
+            if re.fullmatch(r"(\s|[.$]|\\[)\]])*", rest):
                 reward = 1.0
         rewards.append(reward)
     return rewards

@@ -127,10 +127,10 @@ def _explained(name: str, *, tell: bool) -> Iterator[None]:
         raise
     except Exception as error:  # the user's code may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        # Name the last line in the function's own file, because deeper frames belong to libraries.
-        own = [frame for frame in frames if frame.filename == frames[0].filename]
         place = ""
-        if own:
+        if frames:
+            # Name the last line in the function's own file, because deeper frames belong to libraries.
+            own = [frame for frame in frames if frame.filename == frames[0].filename]
             place = f" in {Path(own[-1].filename).name}, line {own[-1].lineno}"
         sentence = f"The reward function {name!r} raised {type(error).__name__}{place}: {error}"
         if tell:

@@ -16,6 +16,7 @@ VERDICTS = {"yes", "no", "noanswer"}
 # Text that the environment wrote into a plain completion. Match it as a whole, because a passage may contain any tag.
 INFORMATION = re.compile(r"<information>.*?(?:</information>|\Z)", re.DOTALL)
 TAG = re.compile(r"(</?(?:thinking|search|answer|information)>)")
+# Parts of a trajectory in the form of `_shape`.
 THINKING = "<thinking>.</thinking>"
 SEARCH = "<search>.</search>"
 ANSWER = "<answer>.</answer>"
@@ -80,10 +81,10 @@ def f1_score(prediction: str, golds: Gold) -> float:
     Raises:
         `ValueError`: If `golds` is empty.
     """
-    best = max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
+    gold_texts = _golds(golds)
     if not prediction.strip():
         return 0.0
-    return best
+    return max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in gold_texts)
 
 
 def _f1(prediction: str, gold: str) -> float:
@@ -154,8 +155,8 @@ def f1_reward(
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
-            Completions: a text each, in which the environment wrote the parts in `<information>`, or messages of
-            several turns.
+            Completions. Each is a text or the messages of several turns. In a text, the environment wrote the parts in
+            `<information>`.
         answer (`list`):
             Gold answers of each row: a text or a list of texts.
         **kwargs:
@@ -211,7 +212,7 @@ def _shape(text: str) -> str:
 
 
 def _follows_tags(turns: list[str], *, require_search: bool, require_thinking: bool) -> bool:
-    """Return whether every turn is a thought and a search, and the last turn a thought and an answer."""
+    """Return whether the last turn is a thought and an answer, and every earlier turn a thought and a search."""
     search_shapes, answer_shapes = [THINKING + SEARCH], [THINKING + ANSWER]
     if not require_thinking:
         search_shapes.append(SEARCH)
@@ -239,8 +240,11 @@ def _follows_tools(messages: list[dict[str, Any]], *, require_search: bool, requ
     if require_thinking and not all(_thinks(message) for message in messages):
         return False
     shape = _shape(completion_text([last]))
-    answers = not last.get("tool_calls") and shape.count(ANSWER) == 1 and shape.count("answer>") == 2
-    return answers and all(message.get("tool_calls") for message in searches)
+    # `ANSWER` contains "answer>" twice, so a count of 2 means that there is no other answer tag.
+    has_one_answer = shape.count(ANSWER) == 1 and shape.count("answer>") == 2
+    if last.get("tool_calls") or not has_one_answer:
+        return False
+    return all(message.get("tool_calls") for message in searches)
 
 
 def _thinks(message: dict[str, Any]) -> bool:
@@ -260,10 +264,11 @@ def _is_well_formed(completion: Completion, *, trust_information: bool, **rules:
     if not turns or not _calls_known_tools(completion):
         return False
     messages = _assistant_messages(completion)
-    called = any(message.get("tool_calls") for message in messages)
-    if called or not any("<search>" in turn for turn in turns):
-        return _follows_tools(messages, **rules)
-    return _follows_tags(turns, **rules)
+    has_tool_calls = any(message.get("tool_calls") for message in messages)
+    has_search_tags = any("<search>" in turn for turn in turns)
+    if has_search_tags and not has_tool_calls:
+        return _follows_tags(turns, **rules)
+    return _follows_tools(messages, **rules)
 
 
 def make_search_reward(
@@ -285,8 +290,8 @@ def make_search_reward(
       `<thinking>...</thinking><answer>...</answer>`. Turns are the assistant's messages. In a text with
       `trust_information=True`, turns are the parts between `<information>...</information>`.
     - Tool calls of TRL. Every assistant message except the last calls a tool that exists. The last message contains
-      exactly one `<answer>`. A thought is a tag or the chat template's own thought. This format also applies to
-      messages without any search.
+      exactly one `<answer>`. A thought is a `<thinking>` tag or the thought that the chat template has. This format
+      also applies to messages without any search.
 
     Args:
         score (`str`, *optional*, defaults to `"f1"`):

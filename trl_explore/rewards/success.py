@@ -11,7 +11,7 @@ TOLERANCE = 1e-6
 
 
 def bar(threshold: float) -> float:
-    """Return the smallest reward that reaches `threshold`: a relative millionth less, or for 0 a millionth less."""
+    """Return the smallest reward that reaches `threshold`: a millionth of its size lower, or 1e-6 lower if it is 0."""
     return threshold - TOLERANCE * (abs(threshold) or 1.0)
 
 
@@ -26,7 +26,7 @@ def succeeded(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
 
 
 def failed(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
-    """Return which rewards are below `threshold`, as a boolean tensor of the same shape. NaN is not."""
+    """Return which rewards are below `threshold`, as a boolean tensor of the same shape. NaN is not below."""
     return rewards < bar(threshold)
 
 

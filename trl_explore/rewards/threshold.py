@@ -42,18 +42,17 @@ def threshold_note(
     if threshold is not None:
         field = f"`success_threshold={threshold:g}`"
     if max(fractions) == 0 and highest - lowest > TOLERANCE * max(abs(lowest), abs(highest)):
-        start, taken, change = f"No completion reached {field}", "a failure", "lower"
+        start, counted_as, change = f"No completion reached {field}", "a failure", "lower"
     elif min(fractions) == 1:
-        start, taken, change = f"Every completion reached {field}", "a success", "raise"
+        start, counted_as, change = f"Every completion reached {field}", "a success", "raise"
     else:
         return None
-    rewards, other = "rewards", "the"
+    rewards, decider = "rewards", "the reward function"
     if success_reward is not None:
-        rewards, other = f"rewards of {success_reward!r}", "another"
+        rewards, decider = f"rewards of {success_reward!r}", "another reward function"
     return (
-        f"{start}: {rewards} were between {lowest:.4g} and {highest:.4g}. So every completion counts as {taken}. If "
-        f"that is wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that "
-        "decides."
+        f"{start}: {rewards} were between {lowest:.4g} and {highest:.4g}. So every completion counts as {counted_as}. "
+        f"If that is wrong, {change} `success_threshold`, or let `success_reward` name {decider} that decides."
     )
 
 
@@ -103,9 +102,9 @@ class ThresholdWatch:
 
     def end(self) -> None:
         """Decide whether to warn. The trainer also calls it when a run ends before `FIRST_BATCHES`."""
-        if self.done:
+        if self.done or not self.batches:
             return
-        self.done = bool(self.batches)
+        self.done = True
         note = threshold_note(self.batches, threshold=self.threshold, success_reward=self.success_reward)
         if note is not None and self.warns:
             warnings.warn(

@@ -11,8 +11,8 @@ def row_columns(data: Any) -> list[str] | None:
     """
     Return the names of the columns that rows have when they are read.
 
-    The stored columns are not enough: `Dataset.with_transform` and `Dataset.with_format` can make other columns of
-    them. So one row is read wherever the stored columns could be wrong.
+    The stored columns are not enough: `Dataset.with_transform` and `Dataset.with_format` can change the columns. So
+    read one row if its columns may differ from the stored columns.
 
     Args:
         data ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):

@@ -1,11 +1,11 @@
-"""Copies of data-set rows and messages: in TRL every row owns what reward functions and environments may change."""
+"""Copies of data-set rows and messages, so that a reward function or an environment cannot change another row."""
 
 import copy
 import functools
 import warnings
 from typing import Any
 
-# Values that nobody can change, so that a copy would be the same object.
+# Immutable types, which need no copy.
 CONSTANTS = (str, bytes, int, float, complex, bool, type(None))
 
 

@@ -3,7 +3,7 @@
 The rows of a micro-batch form a trie: completions of one prompt share the prompt, and branches of one pivot share all
 tokens before the pivot. A segment is a run of tokens of the trie without a branching. The sequence contains the
 segments in depth-first order, so all descendants of a segment follow it directly. A token attends to an earlier token
-if and only if it is one of the descendants of the earlier token's segment, or in that segment. `packing/attention.py`
+if and only if it is in the segment of the earlier token or in a descendant of that segment. `packing/attention.py`
 computes attention from this order alone.
 """
 
@@ -85,8 +85,8 @@ def computed_tokens(
     mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
     has_completion = completion_mask.any(dim=1).tolist()
     rows = []
-    for row, real, computed in zip(ids, mask, has_completion, strict=True):
-        rows.append(row[real].tolist()[:-1] if computed else [])
+    for row, real, is_scored in zip(ids, mask, has_completion, strict=True):
+        rows.append(row[real].tolist()[:-1] if is_scored else [])
     return rows
 
 
@@ -104,35 +104,40 @@ def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
         [`Trie`]: The trie.
     """
     arrays = [np.array(row, dtype=np.int64) for row in rows]
-    order = sorted((i for i, row in enumerate(rows) if row), key=rows.__getitem__)
-    starts: list[tuple[int, int, int, int]] = []  # start, stop, depth, parent
+    in_order = sorted((i for i, row in enumerate(rows) if row), key=rows.__getitem__)
+    found: list[tuple[int, int, int, int]] = []  # start, stop, depth and parent of each segment
     tokens: list[int] = []
     leaves = [-1] * len(rows)
-    # Sorted rows, number of tokens placed, number of tokens known to be common, parent segment.
-    todo = [(order, 0, 0, -1)] if order else []
+    # Groups of sorted rows with a common prefix: numbers of the rows, number of their tokens that are in segments,
+    # number of their tokens that are known to be common, and the last segment.
+    todo = [(in_order, 0, 0, -1)] if in_order else []
     while todo:
         group, placed, common, parent = todo.pop()
-        first, last = arrays[group[0]], arrays[group[-1]]
+        first, last = arrays[group[0]], arrays[group[-1]]  # in sorted rows, these two differ earliest
         common = _common_length(first, last, start=common)
-        same = common == len(last)
-        if same or (len(group) - 1) * (common - placed) >= min_saved:
-            starts.append((len(tokens), len(tokens) + common - placed, placed, parent))
+        all_equal = common == len(last)
+        num_saved = (len(group) - 1) * (common - placed)
+        if all_equal or num_saved >= min_saved:
+            found.append((len(tokens), len(tokens) + common - placed, placed, parent))
             tokens.extend(first[placed:common].tolist())
-            parent, placed = len(starts) - 1, common
-        ended = [i for i in group if len(rows[i]) == common]
+            parent, placed = len(found) - 1, common
+        ended = [i for i in group if len(rows[i]) == common]  # shorter rows come first
+        groups = [list(g) for _, g in groupby(group[len(ended) :], key=lambda i: rows[i][common])]
         if placed == common:
             for i in ended:
                 leaves[i] = parent
-        groups = [list(g) for _, g in groupby(group[len(ended) :], key=lambda i: rows[i][common])]
-        if ended and placed < common:
-            groups.insert(0, ended)
+        elif ended:
+            groups.insert(0, ended)  # the common tokens are too few, so every group repeats them
         todo.extend((g, placed, common, parent) for g in reversed(groups))
-    ends = [stop for _, stop, _, _ in starts]
-    for i in range(len(starts) - 1, -1, -1):
-        parent = starts[i][3]
+    # A segment ends where its last descendant ends. Children come after their parents, so go backwards.
+    ends = [stop for _, stop, _, _ in found]
+    for i in range(len(found) - 1, -1, -1):
+        parent = found[i][3]
         if parent >= 0:
             ends[parent] = max(ends[parent], ends[i])
-    segments = [Segment(a, b, end, depth, up) for (a, b, depth, up), end in zip(starts, ends, strict=True)]
+    segments = []
+    for (start, stop, depth, parent), end in zip(found, ends, strict=True):
+        segments.append(Segment(start, stop, end, depth, parent))
     return Trie(segments, tokens, leaves)
 
 
@@ -186,6 +191,7 @@ def pack_rows(
     pairs = torch.full(completion_ids.shape, -1)  # (B, T)
     for i, length in enumerate(lengths):
         if length:
+            # The trie lacks the last token of a row. So the last `length` positions are those that predict.
             columns = completion_mask[i].cpu().bool()
             pairs[i, columns] = trie.positions(i)[-length:] * vocab + completion_ids[i].cpu()[columns]
     padding = pairs.new_tensor([-1])
@@ -231,7 +237,8 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
     """
     Return an order of rows in which micro-batches share many tokens and cost about the same.
 
-    Rows of one prompt go to the same micro-batch while it has room. Micro-batches are sorted by their smallest row.
+    Rows of one prompt go to the same micro-batch while it has room. Micro-batches are sorted by their smallest row
+    number.
 
     Args:
         prompts (`list[list[int]]`):
@@ -254,9 +261,9 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
     for tree in trees:
         while tree:
             room = [capacity - len(batch) for batch in batches]
-            takes = [b for b in range(num_batches) if room[b] >= len(tree)]
-            if takes:
-                b = min(takes, key=costs.__getitem__)
+            fitting = [b for b in range(num_batches) if room[b] >= len(tree)]
+            if fitting:
+                b = min(fitting, key=costs.__getitem__)
             else:
                 b = max(range(num_batches), key=room.__getitem__)
             part, tree = tree[: room[b]], tree[room[b] :]

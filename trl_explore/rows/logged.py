@@ -1,4 +1,4 @@
-"""Columns that reward functions log with `log_extra`, attributed to the rows that they were asked about."""
+"""Assign the values that reward functions log with `log_extra` to the rows that the functions scored."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -7,17 +7,17 @@ from typing import Any
 
 class LoggedColumns:
     """
-    Collects what reward functions log while they are asked about some rows of a batch.
+    Collects the values that reward functions log while they score some rows of a batch.
 
-    TRL appends everything that is logged to one list per column. If two functions log the same column, or a function
-    logs some rows only, that list no longer matches the rows. So this class collects the values of each function
+    TRL appends all logged values to one list per column. If two functions log the same column, or a function logs
+    values of some rows only, that list no longer matches the rows. So this class collects the values of each function
     separately. If several functions log a column, the last one counts, as in TRL.
 
     Args:
         asked (`list[bool]`):
-            Rows that the functions are asked about, `[B]`.
+            True for rows that the functions score, `[B]`.
         known (`Sequence[Mapping[str, Any]]`, *optional*):
-            Values by column that were logged before, for rows that are not asked about, `[B]`.
+            Values by column that were logged before, for the other rows, `[B]`.
     """
 
     def __init__(self, asked: list[bool], known: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -37,8 +37,9 @@ class LoggedColumns:
         Return one value per row and column.
 
         Returns:
-            `tuple[dict[str, list], dict[str, int]]`: Values `[B]` by column, None where nothing was logged; and of
-            columns whose values cannot be attributed to rows, the number of values. Their rows hold None.
+            `tuple[dict[str, list], dict[str, int]]`: Values `[B]` by column, None where nothing was logged; and the
+            number of values of each column whose values cannot be assigned to rows. Such a column is None in all rows
+            that were scored.
         """
         number = sum(self.asked)
         found: dict[str, list[Any]] = {}
@@ -58,8 +59,8 @@ class LoggedColumns:
         return found, unplaced
 
     def _one_per_row(self, column: str, logged: list[Any]) -> list[Any]:
-        """Return the values of a column, `[B]`: the new values of the rows that were asked about, and the known values
-        of the other rows."""
+        """Return the values of a column, `[B]`: the new values of the rows that were scored, and the known values of
+        the other rows."""
         values = iter(logged)
         found = []
         for asked, row in zip(self.asked, self.known, strict=True):

@@ -25,9 +25,10 @@ def _lists() -> Lists:
 @dataclass
 class Pass:
     """
-    A pass: a time in which TRL's methods work on rows other than the main rows.
+    State of TRL's methods while they work on rows other than the main rows.
 
-    The pass collects all that TRL logs and counts in it, so that the logs and counts of the main rows do not change.
+    A pass collects everything that TRL logs and counts during it, so that the logs and counts of the main rows do not
+    change.
     """
 
     name: str | None = None  # stream, prefix of its metrics; None for `Scorer.judge`, whose logs are dropped
@@ -118,7 +119,7 @@ class Policy(Protocol):
         ...
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a training metric. Pass the same value on all processes. The logs have the mean over the interval."""
+        """Log a training metric. Pass the same value on all processes. TRL logs the mean over the interval."""
         ...
 
 

@@ -71,9 +71,8 @@ def print_rows(
     if num_samples is not None and num_samples < len(rows):
         if num_samples <= 0:
             return
-        chosen = random.sample(
-            rows, num_samples
-        )  # like TRL, use the global generator, so that later samples stay the same
+        # Use the global generator as TRL does, so that later random numbers stay the same.
+        chosen = random.sample(rows, num_samples)
     console.print(Rule(Text(f"Step {step}", style="bold")))
     for row in chosen:
         fields = {"row": row, **{name: values[row] for name, values in columns.items()}}
@@ -82,8 +81,9 @@ def print_rows(
             numbers["advantage"] = float(advantages[row])
         console.print(_numbers(fields, numbers))
         shared = None if prefix_characters is None else prefix_characters[row]
-        for text, style in ((_as_text(prompts[row]), "yellow"), (_as_text(completions[row], shared), "green")):
-            text.style = style
+        prompt, completion = _as_text(prompts[row]), _as_text(completions[row], shared)
+        prompt.style, completion.style = "yellow", "green"
+        for text in (prompt, completion):
             console.print(Padding(text, (0, 0, 0, INDENT)))
         console.print()
 
@@ -108,7 +108,7 @@ def _numbers(fields: dict[str, Any], numbers: dict[str, float]) -> Text:
 
 
 def _missing(value: Any) -> bool:
-    return value is None or isinstance(value, float) and math.isnan(value)
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _is_conversation(value: Any) -> bool:

@@ -17,19 +17,19 @@ class Ranks:
         self.index: int = accelerator.process_index
 
     def gathered(self, value: float) -> torch.Tensor:
-        """Return the number of each process, float64 of shape `(num_processes,)`."""
+        """Return the `value` of each process as a float64 tensor `(num_processes,)`."""
         own = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         if self.number == 1:
             return own
         return gather(own)
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the sum of each number over all processes. Every process passes the same names."""
+        """Return the sum of each value over all processes. Every process passes the same names."""
         numbers = torch.tensor([list(values.values())], dtype=torch.float64, device=self.device)
         return dict(zip(values, gather(numbers).sum(dim=0).tolist(), strict=True))
 
     def most(self, value: int) -> int:
-        """Return the largest number of any process."""
+        """Return the largest `value` of all processes."""
         if self.number == 1:
             return value
         return int(self.gathered(value).max())

@@ -112,19 +112,19 @@ class Rows:
         tokens. A filler row trains nothing: its loss mask is 0, its only token is the end-of-sequence `token_id`, and
         its rewards are NaN. `example` gives it columns. `num_rows` is a multiple of the group size.
         """
-        extra = num_rows - len(self)
-        examples = [*self.examples, *[example] * extra]
-        completion_ids = [*self.completion_ids, *[[token_id]] * extra]
+        num_fill = num_rows - len(self)
+        examples = [*self.examples, *[example] * num_fill]
+        completion_ids = [*self.completion_ids, *[[token_id]] * num_fill]
         return replace(
             self,
             examples=[own_copy(row) for row in examples],
-            prompt_ids=self.prompt_ids + [[token_id]] * extra,
+            prompt_ids=self.prompt_ids + [[token_id]] * num_fill,
             completion_ids=[[*ids] for ids in completion_ids],
-            loss_mask=self.loss_mask + [[0]] * extra,
-            logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
-            known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
-            extra=[*self.extra, *[{}] * extra],
-            completions=[own_copy(messages) for messages in [*self.completions, *[None] * extra]],
-            parents=self.parents + [None] * extra,
-            shared=self.shared + [0] * extra,
+            loss_mask=self.loss_mask + [[0]] * num_fill,
+            logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * num_fill,
+            known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * num_fill,
+            extra=[*self.extra, *[{}] * num_fill],
+            completions=[own_copy(messages) for messages in [*self.completions, *[None] * num_fill]],
+            parents=self.parents + [None] * num_fill,
+            shared=self.shared + [0] * num_fill,
         )

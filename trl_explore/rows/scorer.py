@@ -31,8 +31,8 @@ class ScoredRows:
     logged: Logs = field(default_factory=dict)
 
 
-# The streams of a generation batch, by name: the rows of each stream and its weight, which is the factor of its mean
-# loss. With the weight None, the loss is one mean over the stream and the main rows.
+# Streams of a generation batch, by name: their rows and their weight. The weight is the factor of the stream's mean
+# loss. If it is None, the loss is one mean over the stream and the main rows.
 Streams = dict[str, tuple[ScoredRows, float | None]]
 
 
@@ -222,12 +222,12 @@ class Scorer:
         self._warn_of_columns(unplaced, sum(call.missing))
         if call.known_rewards is None:
             return rewards, columns
-        unknown = [0.0] * len(call.functions)
-        known_rows = [row or unknown for row in call.known_rewards]  # rewards of unknown rows are replaced below
+        placeholder = [0.0] * len(call.functions)  # for rows whose rewards were not known
+        known_rows = [row or placeholder for row in call.known_rewards]
         known = torch.tensor(known_rows, dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
-        keep = gather(torch.tensor(call.missing, device=rewards.device))
-        return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
+        missing = gather(torch.tensor(call.missing, device=rewards.device))
+        return torch.where(missing.unsqueeze(1), rewards, gather(known)), columns
 
     def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
         """Warn once if columns have a number of values that does not fit `num_rows` rows. `unplaced` holds these
@@ -239,7 +239,7 @@ class Scorer:
         warnings.warn(
             f"`log_extra({column!r}, ...)` was given {number} values for {num_rows} completions, so the completions "
             "table cannot tell which rows they belong to and leaves the column empty. Log one value per completion, "
-            "None where there is none. This is said once.",
+            "None where there is none. This warning appears once.",
             stacklevel=2,
         )
 
@@ -281,18 +281,18 @@ class Scorer:
     def totals(self, rewards_per_func: torch.Tensor | None = None) -> torch.Tensor:
         """Return the total reward of each row, `(N,)`. NaN if a row has no reward. `rewards_per_func`, `(N, F)`, are
         the rewards of the main rows by default."""
-        return combine_rewards(self._main(rewards_per_func), self.weights)
+        return combine_rewards(self._or_main(rewards_per_func), self.weights)
 
     def success(self, rewards_per_func: torch.Tensor | None = None) -> torch.Tensor:
         """Return the reward of each row that decides about its success, `(N,)`: the reward that `success_reward`
         names, or the sum of all rewards. NaN if it is not known. `rewards_per_func`, `(N, F)`, are the rewards of the
         main rows by default."""
         deciding = self.policy.args.success_reward
-        return success_rewards(self._main(rewards_per_func), self.weights, self.names, deciding)
+        return success_rewards(self._or_main(rewards_per_func), self.weights, self.names, deciding)
 
     def were_shaped(self, shaped: torch.Tensor) -> bool:
         """Return whether the hook `shape_rewards` changed the raw rewards of the main rows into `shaped`, `(N, F)`."""
-        return not torch.equal(self._main(None).nan_to_num(), shaped.nan_to_num())
+        return not torch.equal(self._or_main(None).nan_to_num(), shaped.nan_to_num())
 
     def show_raw(self, metrics: dict[str, list[Any]], table: Any) -> None:
         """
@@ -300,23 +300,24 @@ class Scorer:
 
         TRL has just logged the shaped rewards. But users compare `reward` across methods, so it must be the raw one.
         """
-        raw = self._main(None)
+        raw = self._or_main(None)
         total = self.totals()
         metrics["shaped_reward"].append(metrics["reward"][-1])
         metrics["reward"][-1] = total.nanmean().item()
         metrics["reward_std"][-1] = total[~total.isnan()].std().item()
         for i, name in enumerate(self.names):
             column = raw[:, i][~raw[:, i].isnan()]
-            # Functions of the same name share a metric, and each has appended one value, in their order.
-            place = -self.names[i:].count(name)
-            metrics[f"rewards/{name}/mean"][place] = column.mean().item()
-            metrics[f"rewards/{name}/std"][place] = column.std().item()
+            # Functions with the same name append to the same metric, in their order. So count from the end.
+            from_end = self.names[i:].count(name)
+            metrics[f"rewards/{name}/mean"][-from_end] = column.mean().item()
+            metrics[f"rewards/{name}/std"][-from_end] = column.std().item()
         for name, values in by_name(self.names, raw).items():
-            for _ in range(min(len(raw), len(table[name]))):
+            for _ in range(min(len(raw), len(table[name]))):  # TRL's columns are deques, which have no slices
                 table[name].pop()
             table[name].extend(values)
 
-    def _main(self, rewards_per_func: torch.Tensor | None) -> torch.Tensor:
+    def _or_main(self, rewards_per_func: torch.Tensor | None) -> torch.Tensor:
+        """Return `rewards_per_func`, or the raw rewards of the main rows if it is None."""
         found = self.rewards_per_func if rewards_per_func is None else rewards_per_func
         assert found is not None
         return found

@@ -6,8 +6,8 @@ DEEP-GRPO (the stream `aux`). It has a name, which begins the names of its metri
 
 The loss of a stream is the mean over the rows or tokens of this stream, depending on the loss type, multiplied by its
 weight. It is added to the loss of the main rows. So the number of rows that a method adds does not change the weight
-of the main rows. TRL's loss divides by the rows or tokens of one
-micro-batch. [`stream_scale`] turns that into the mean over the stream's rows of the whole generation batch.
+of the main rows. TRL's loss divides by the rows or tokens of one micro-batch. [`stream_scale`] turns that into the
+mean over the stream's rows of the whole generation batch.
 """
 
 import math
@@ -169,7 +169,7 @@ def merge_rows(parts: Sequence[RowDict], *, pad_id: int) -> RowDict:
         keys.append("tool_mask")
     for key in keys:
         values = []
-        for rows in parts:
+        for rows in parts:  # only `tool_mask` can be missing
             values.append(rows[key] if key in rows else torch.ones_like(rows["completion_mask"]))
         if values[0].dim() == 0:
             continue
@@ -219,8 +219,8 @@ def split_stream(
         keep (`torch.Tensor`):
             Mask of the rows that are trained, `(B,)`.
         num_rows (`int`):
-            Number of rows to distribute. Copies of a row with loss mask 0 fill up to this number. It must be the same
-            on every process, because all processes must run the same forward passes.
+            Number of rows to distribute, the same on every process, because all processes must run the same forward
+            passes. Missing rows are filled up with copies of a row whose loss mask is 0.
         num_steps (`int`):
             Number of micro-batches.
         max_rows (`int`):

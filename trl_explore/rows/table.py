@@ -32,8 +32,8 @@ class CompletionsTable:
         self._evaluated_at: int | None = None  # step of the latest evaluation
 
     def begin(self, logs: Logs) -> Logs:
-        """Return an empty table in place of TRL's, for a generation batch that is sampled in several rounds. It must
-        hold the rows of all rounds."""
+        """Return an empty table in place of TRL's, for a generation batch that is sampled in several rounds. The table
+        has no limit, because it must hold the rows of all rounds."""
         self._before, self._in_rounds, self.streams = 0, True, {}
         self._known_columns = set()
         return empty_logs(logs)
@@ -257,7 +257,7 @@ def keep_one_reward_per_name(logs: Logs, names: Sequence[str], num_rows: int) ->
     for name in dict.fromkeys(names):
         column = logs["rewards"][name]
         written = names.count(name) * num_rows
-        newest = list(column)[-num_rows:]
+        newest = list(column)[-num_rows:]  # values of the last function with this name
         for _ in range(min(written, len(column))):
             column.pop()
         column.extend(newest)

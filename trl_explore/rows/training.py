@@ -136,8 +136,8 @@ class StreamTraining:
         # exactly 0, so do not compute their forward pass.
         if args.beta == 0.0 and args.top_entropy_quantile >= 1.0:
             keep = keep & has_signal(rows["advantages"])
-        rows_of_all = ranks.summed({"computed": int(keep.sum()), "real": int(scored.real.sum())})
-        self.policy.log_metric(f"{name}/computed_fraction", rows_of_all["computed"] / rows_of_all["real"])
+        counts = ranks.summed({"computed": int(keep.sum()), "real": int(scored.real.sum())})
+        self.policy.log_metric(f"{name}/computed_fraction", counts["computed"] / counts["real"])
         width = rows["prompt_ids"].shape[1] + rows["completion_ids"].shape[1]
         steps = split_stream(
             rows,
@@ -159,7 +159,8 @@ class StreamTraining:
 
     def _pool(self, output: RowDict, streams: list[ScoredRows]) -> StreamTotals:
         """Return the totals of main rows and streams together, and set them for the loss of the main rows."""
-        main = self.main_totals or self._totals(output, torch.ones_like(output["completion_mask"][:, 0]).bool())
+        all_rows = torch.ones_like(output["completion_mask"][:, 0]).bool()
+        main = self.main_totals or self._totals(output, all_rows)
         parts = [main, *(self._totals(scored.rows, self._kept(scored)) for scored in streams)]
         pooled = StreamTotals(sum(part.num_rows for part in parts), sum(part.num_tokens for part in parts))
         output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], pooled.num_tokens)
@@ -178,6 +179,7 @@ class StreamTraining:
 
     @property
     def _backward_options(self) -> dict[str, Any]:
+        """Options of `backward`, as in transformers' Trainer: DeepSpeed must not divide by the accumulation steps."""
         if self.policy.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return {"scale_wrt_gas": False}
         return {}

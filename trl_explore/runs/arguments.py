@@ -1,4 +1,4 @@
-"""Arguments of a run: file and flags are parsed into configurations, and these become a trainer's arguments."""
+"""Arguments of a run. A file and flags are parsed into configurations, which become the arguments of a trainer."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trl_explore.runs.tasks import RunTask
 
-# Script arguments, the method's configuration, the model's, and the mixture of data sets.
+# The script's arguments, the method's configuration, the model's configuration, and the mixture of data sets.
 RunArguments: TypeAlias = "tuple[TrainArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig]"
 
 
@@ -60,7 +60,7 @@ class TrainArguments(ScriptArguments):
     method: str | None = field(default=None, metadata={"help": f"Training method: {', '.join(METHODS)}."})
     trainer: str | None = field(
         default=None,
-        metadata={"help": "A trainer of your own in the place of a method: its import path (`my_module.MyTrainer`)."},
+        metadata={"help": "A trainer of your own instead of a method: its import path (`my_module.MyTrainer`)."},
     )
     reward_funcs: list[str] | None = field(
         default=None,
@@ -75,7 +75,7 @@ class TrainArguments(ScriptArguments):
     task: str | None = field(
         default=None,
         metadata={
-            "help": "A task that brings data and rewards, in the place of `dataset_name`: `reasoning_gym:countdown`, "
+            "help": "A task that brings data and rewards, instead of `dataset_name`: `reasoning_gym:countdown`, "
             "`textarena:Wordle-v0`, an embedded task with its tiny model, `chain` (all: trl-explore tasks), or the "
             "import path of a task object, `my_tasks:MAZE`."
         },
@@ -83,7 +83,7 @@ class TrainArguments(ScriptArguments):
     task_config: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Fields of the task, as JSON text. Those of one task: trl-explore tasks reasoning_gym:countdown."
+            "help": "Fields of the task, as JSON text. Fields of a task: trl-explore tasks reasoning_gym:countdown."
         },
     )
     warm_start_steps: int | None = field(
@@ -135,7 +135,9 @@ def _as_default(value: Any, hint: Any) -> Any:
         return [value]
     if isinstance(value, bool):  # YAML reads the `no` of `save_strategy: no` as a boolean
         is_strategy = any(isclass(choice) and issubclass(choice, Enum) for choice in alternatives)
-        return "no" if is_strategy and not value else value
+        if is_strategy and not value:
+            return "no"
+        return value
     return str(value)
 
 
@@ -190,8 +192,7 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
 
 
 def _defaults_of_task(config: dict[str, Any], flags: list[str]) -> dict[str, Any]:
-    """Return the fields that suit the task of a run and its method. They hold where neither file nor flags give the
-    field."""
+    """Return the fields that suit the task of a run and its method. The file and the flags override them."""
     from trl_explore.runs.tasks import find_run_task, read_task_config
 
     given = _look_ahead(config, flags, "task", "task_config", "dataset_name")
@@ -345,8 +346,8 @@ def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
     if task.has_tiny_model and name is not None:
         if steps is not None:
             raise UsageError(
-                f"warm_start_steps={steps} teaches {task.name} to its tiny model, in the place of "
-                f"model_name_or_path={name!r}; leave one of the two out"
+                f"warm_start_steps={steps} teaches {task.name} to its tiny model, but model_name_or_path={name!r} "
+                "names another model; leave one of the two out"
             )
         return _find_model(arguments)
     if not task.has_tiny_model:

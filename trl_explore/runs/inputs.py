@@ -59,17 +59,17 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
         UsageError: If the path is a file, or the folder cannot be created or written to.
     """
     folder = Path(name).expanduser()
-    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not nearest.is_dir():
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
         problem = "is a file"
-        if nearest != folder:
-            problem = f"cannot be made, because {str(nearest)!r} is a file"
+        if existing != folder:
+            problem = f"cannot be made, because {str(existing)!r} is a file"
         raise UsageError(f"{field}={str(name)!r} {problem}; name a folder with --{field}")
     try:
-        tempfile.TemporaryFile(dir=nearest).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UsageError(
-            f"{field}={str(name)!r} cannot be written to ({nearest}: {error.strerror}); name another with --{field}"
+            f"{field}={str(name)!r} cannot be written to ({existing}: {error.strerror}); name another with --{field}"
         ) from error
     return folder
 
@@ -133,16 +133,14 @@ def load_train_and_eval(
     from trl_explore.rows.columns import row_columns
 
     name = script_args.dataset_name
-    if bool(mixture.datasets) == (name is not None):
+    has_name, has_mixture = name is not None, bool(mixture.datasets)
+    if has_name == has_mixture:
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
+    options: dict[str, Any] = {"config": script_args.dataset_config, "streaming": script_args.dataset_streaming}
     try:
-        options: dict[str, Any] = {
-            "config": script_args.dataset_config,
-            "streaming": script_args.dataset_streaming,
-        }
-        splits = get_dataset(mixture) if mixture.datasets else load_splits(str(name), **options)
+        splits = get_dataset(mixture) if has_mixture else load_splits(str(name), **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
+        named = "datasets" if has_mixture else f"dataset_name={name!r}"
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
     columns = row_columns(train)  # None for a streamed data set whose columns are not known before it is read
@@ -150,7 +148,7 @@ def load_train_and_eval(
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
         config, split = script_args.dataset_config, script_args.dataset_train_split
-        command = renaming_command(None if mixture.datasets else name, columns, config=config, split=split)
+        command = renaming_command(name, columns, config=config, split=split)  # `name` is None for a mixture
         raise UsageError(
             f"the data needs a column 'prompt', but has {', '.join(columns)}. Write a file with the column: {command} "
             f"and pass --dataset_name {RENAMED_FILE}"
@@ -189,7 +187,8 @@ def renaming_command(name: str | None, columns: Sequence[str], *, config: str | 
         function = "load_dataset"
         data = f'load_dataset("{builder}", data_files={json.dumps(str(path))}, split="train")'
     else:
-        arguments = [json.dumps(str(path) if path.is_dir() else name or "DATA")]
+        source = str(path) if path.is_dir() else (name or "DATA")
+        arguments = [json.dumps(source)]
         if config is not None:
             arguments.append(json.dumps(config))
         function, data = "load_dataset", f"load_dataset({', '.join(arguments)}, split={json.dumps(split)})"

@@ -44,9 +44,10 @@ def find_model(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     folder = Path(name or "").expanduser()
     if adapter is None and (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        adapter, name = str(folder), json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+        adapter = str(folder)
+        base_name = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         try:
-            base = check_model(name, **options)
+            base = check_model(base_name, **options)
         except UsageError as error:
             raise UsageError(
                 f"{adapter} is an adapter without its base: {str(error).rstrip('.')}. Name it: --model_name_or_path "

@@ -1,4 +1,4 @@
-"""Filters for warnings of other libraries that a user can do nothing about."""
+"""Filters for warnings of other libraries that users cannot prevent."""
 
 import logging
 import warnings

@@ -132,10 +132,10 @@ class RunTask(ABC):
     def options_with(self, method: Method) -> dict[str, Any]:
         """Return all fields that suit a run of a method on the task. The user's values override them. Raise a
         UsageError if the method does not suit the task."""
-        own = self.method_options(method)
-        if own is None:
+        of_method = self.method_options(method)
+        if of_method is None:
             raise UsageError(self.unsuited(method))
-        return {**self.options, **own}
+        return {**self.options, **of_method}
 
     def unsuited(self, method: Method) -> str:
         """Return the error message for a method that does not suit the task."""
@@ -246,7 +246,7 @@ class UserSpec:
 
 @dataclass(frozen=True)
 class SpecTask(RunTask):
-    """A task of another package, or a task of the user without demonstrations. A run trains the user's language
+    """A task of another package, or a task of the user without demonstrations. It is trained on the user's language
     model."""
 
     spec: TaskSpec | UserSpec

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from trl_explore.runs.quiet import without_noise
 
 AT_WORK, DONE, FAILED = "at work", "done", "failed"
-NOTICE = "\nInterrupted: what is running is saved at the end of its step, then all stops. Ctrl-C again aborts now."
+NOTICE = "\nInterrupted: each run is saved after its current step, then all stop. Ctrl-C again aborts now."
 
 
 class WorkerFailed(Exception):
@@ -77,6 +77,7 @@ class Workers:
         # Forking is not safe after a process has used a GPU or several threads.
         context = multiprocessing.get_context("spawn")
         self.processes: dict[Connection, BaseProcess] = {}
+        self._busy: dict[Connection, Job] = {}  # jobs that run now
         # Ctrl-C reaches every process of a terminal, but only the parent is to handle it. The workers inherit SIG_IGN.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -93,7 +94,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is KeyboardInterrupt:
+        if kind is KeyboardInterrupt and self._busy:  # otherwise no run is saved
             print(NOTICE, file=sys.stderr, flush=True)
         self.close()
 
@@ -111,7 +112,8 @@ class Workers:
         Raises:
             WorkerFailed: If a job raised an exception or its process died.
         """
-        left, busy = list(jobs), dict[Connection, Job]()
+        left = list(jobs)
+        busy = self._busy
         while left or busy:
             for connection in self.processes:
                 if left and connection not in busy:
@@ -137,6 +139,7 @@ class Workers:
 
     def kill(self) -> None:
         """Kill all processes, without waiting for their jobs."""
+        self._busy.clear()
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
@@ -158,7 +161,7 @@ class Workers:
 def death(code: int | None) -> str:
     """Describe how a process ended, as the end of a sentence."""
     if code == -9:
-        return "was killed, as a system does that runs out of memory"
+        return "was killed, probably because the machine ran out of memory"
     if code and code < 0:
         return f"was ended by signal {-code}"
     return f"ended with exit code {code}"

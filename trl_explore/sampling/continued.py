@@ -65,8 +65,10 @@ def counted_from_the_start(model: Any, prefixes: Sequence[list[int]], parts: Seq
         config = inputs.pop("generation_config")
         options = effective_options(model, config)
         names = options_from_the_start(vars(options))
+        # If all prefixes end where a completion starts, `generate` counts correctly. But it does not know the limit of
+        # each row, which `forced_eos_token_id` needs.
         if not any(part.begun for part in parts) and "forced_eos_token_id" not in names:
-            names = []  # all prefixes end where a completion starts, so `generate` counts correctly
+            names = []
         counted = {name: getattr(options, name) for name in names if name in COUNTED}
         if counted:
             per_row = _ProcessorsPerRow(prefixes, parts, counted, options, input_ids=inputs["input_ids"])

@@ -292,8 +292,8 @@ class _Hooks:
         inputs = _token_inputs(kwargs)
         num_rows, num_new = inputs.shape[:2]
         is_first = record.prefill_rows == 0
-        # Without a cache, every sampling step passes the whole row again.
-        if not is_first and (num_new == 1 or cache is None):
+        is_sampling_step = num_new == 1 or cache is None  # without a cache, each step passes the whole row again
+        if is_sampling_step and not is_first:
             return None
 
         # A prompt can come in several chunks. Only the last chunk is followed by a sampled token, so forget the
@@ -364,16 +364,14 @@ def _can_be_shared(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         elif name not in (*CACHE_NAMES, "cache_position"):
             if value is not None and not isinstance(value, bool | int | float | str):
                 return False
-    return (
-        not kwargs.get("output_attentions")
-        and not kwargs.get("output_hidden_states")
-        and type(cache) is DynamicCache
-        and not cache.offloading
-        and all(type(layer) in CACHE_LAYERS for layer in cache.layers)
-        and cache.get_seq_length() == 0
-        # Multimodal models keep state of the batch outside the cache.
-        and model.config.get_text_config(decoder=True) is model.config
-    )
+    if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+        return False
+    if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length() > 0:
+        return False
+    if not all(type(layer) in CACHE_LAYERS for layer in cache.layers):
+        return False
+    # Multimodal models, which have a text configuration of their own, keep state of the batch outside the cache.
+    return model.config.get_text_config(decoder=True) is model.config
 
 
 def _has_shape_of(ids: torch.Tensor, value: Any) -> bool:

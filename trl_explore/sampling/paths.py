@@ -47,7 +47,7 @@ OPTIONS |= {
     "use_cache",
     "transformers_version",
 }
-ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}  # 1: switched off
+OFF_AT_ONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}  # 1: no effect
 INPUTS = {"input_ids", "attention_mask", "position_ids", "use_cache"}  # arguments that the model must have
 
 
@@ -80,7 +80,7 @@ def why_not(model: Any, options: GenerationConfig, *, eos_token_ids: Sequence[in
     config = inner.config
     unknown = []
     for name, value in options.to_diff_dict().items():
-        switched_off = not value or (name in ONE_IS_NONE and value == 1)
+        switched_off = not value or (name in OFF_AT_ONE and value == 1)
         if not switched_off and name not in OPTIONS:
             unknown.append(name)
     unknown.sort()
@@ -262,7 +262,9 @@ class PathCache:
         if self.why_not(rows, budgets) is not None:
             return None
         number_of: dict[tuple[int, ...], int] = {}  # distinct prefixes, numbered
-        prefix_of = [number_of.setdefault(tuple(row), len(number_of)) for row in rows]
+        prefix_of = []  # number of the prefix of each row
+        for ids in rows:
+            prefix_of.append(number_of.setdefault(tuple(ids), len(number_of)))
         prefixes = list(number_of)
         self._now += 1
         self.asked += sum(map(len, rows))
@@ -274,16 +276,16 @@ class PathCache:
             padded = [[row[0]] * (length - len(row)) + row for row in rows]
             history = torch.tensor(padded, device=self.device)
         completions: list[list[int]] = [[] for _ in rows]
-        noted: list[list[float]] = [[] for _ in rows]
+        token_entropies: list[list[float]] = [[] for _ in rows]
         positions = mask.sum(1, keepdim=True)  # number of tokens of each prefix
         active = list(range(len(rows)))  # numbers of the rows in `logits`, `history` and `sampled`
-        uncertain = _entropies(logits, entropies)
+        step_entropies = _entropies(logits, entropies)
         selected = None  # rows that the cache must select before the next forward pass
         if len(prefixes) < len(rows):
             selected = torch.tensor(prefix_of, device=self.device)
             logits = logits[selected]
-            uncertain = _select(uncertain, selected)
-        sampled = logits  # replaced by the tokens of the first step
+            step_entropies = _select(step_entropies, selected)
+        sampled = positions.new_empty(0)  # tokens of the previous step
         for step in range(max(budgets)):
             if step:
                 unfinished = [place for place, row in enumerate(active) if not self._has_ended(completions[row])]
@@ -300,16 +302,16 @@ class PathCache:
                     mask, positions, selected = mask[selected], positions[selected], None
                 mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
                 logits = self._forward(sampled[:, None], mask, positions + step - 1, cache)
-                uncertain = _entropies(logits, entropies)
+                step_entropies = _entropies(logits, entropies)
             scores = self.warpers(history, logits.float())  # type: ignore[arg-type]
             sampled = self._sample(scores, active, len(rows))
             if history is not None:
                 history = torch.cat([history, sampled[:, None]], dim=1)
-            values = [0.0] * len(active) if uncertain is None else uncertain.tolist()
+            values = [0.0] * len(active) if step_entropies is None else step_entropies.tolist()
             for row, token, value in zip(active, sampled.tolist(), values, strict=True):
                 if not self._has_ended(completions[row]):
                     completions[row].append(token)
-                    noted[row].append(value)
+                    token_entropies[row].append(value)
         runs = []
         for place, row in enumerate(active):
             ids = completions[row]
@@ -319,7 +321,7 @@ class PathCache:
         self._keep(cache, runs)
         if entropies is None:
             return completions, None
-        return completions, noted
+        return completions, token_entropies
 
     def _has_ended(self, ids: list[int]) -> bool:
         """Return whether a completion has an end token."""
@@ -356,7 +358,7 @@ class PathCache:
 
         Args:
             asked (`list[tuple]`):
-                Token ids of each row, and the nodes of those first tokens that are kept.
+                Token ids of each row, and the nodes of its first tokens, as far as they are kept.
         """
         new = max(max(1, len(ids) - len(path)) for ids, path in asked)
         paths, fresh, padded = [], [], []

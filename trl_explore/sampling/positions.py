@@ -39,8 +39,8 @@ def fixed_rotary_length(config: "PreTrainedConfig") -> int | None:
 
 
 def _rope_settings(owner: Values, values: Values, *, inside: bool) -> Iterator[tuple[Values, Values]]:
-    """Yield every dictionary of rotary settings in `values`, after the configuration that it belongs to. `inside` is
-    True if a key above `values` contains "rope"."""
+    """Yield a pair for every dictionary of rotary settings in `values`: the configuration that it belongs to, and the
+    dictionary. `inside` is True if a key above `values` contains "rope"."""
     if inside and ("rope_type" in values or "type" in values):
         yield owner, values
     if "max_position_embeddings" in values:

@@ -173,7 +173,7 @@ class Sampler:
                 # weights in `generate`.
                 batch = order[start : start + batch_size]
                 try:
-                    ids, uncertain = self._generate(
+                    ids, token_entropies = self._generate(
                         [rows[i] for i in batch] or [[eos_token_ids[0]]],
                         [row_budgets[i] for i in batch] or [1],
                         [row_parts[i] for i in batch] or [Part()],
@@ -187,10 +187,10 @@ class Sampler:
                     raise
                 for place, i in enumerate(batch):
                     tokens = ids[place][: row_budgets[i]]
-                    noted = None
-                    if uncertain is not None:
-                        noted = uncertain[place][: row_budgets[i]]
-                    sampled[i] = Continuation(tokens, finished=tokens[-1] in eos_token_ids, entropies=noted)
+                    cut = None
+                    if token_entropies is not None:
+                        cut = token_entropies[place][: row_budgets[i]]
+                    sampled[i] = Continuation(tokens, finished=tokens[-1] in eos_token_ids, entropies=cut)
         self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         found: list[list[Continuation]] = []
         first = 0
@@ -291,8 +291,8 @@ class Sampler:
                 return ids, record.token_entropies(list(map(len, ids)))
         if not entropies:
             return ids, None
-        _, uncertain = self._forward(prefixes, ids)
-        return ids, [row[: len(tokens)] for row, tokens in zip(uncertain.tolist(), ids, strict=True)]
+        _, padded = self._forward(prefixes, ids)
+        return ids, [row[: len(tokens)] for row, tokens in zip(padded.tolist(), ids, strict=True)]
 
     def _one_token_per_pass(self) -> bool:
         """Return whether each forward pass of `generate` yields one token per row, and rows keep their places."""
@@ -351,7 +351,8 @@ def _check_prefixes(prefixes: list[list[int]], begun: Sequence[int] | None) -> N
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """
-    Put all layers except linear layers into evaluation mode, and restore their modes at the end of the block.
+    Put linear layers into training mode and all other layers into evaluation mode, and restore their modes at the end
+    of the block.
 
     Otherwise dropout, also LoRA's, would change log-probabilities and consume random numbers.
     """

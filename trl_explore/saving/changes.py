@@ -79,8 +79,7 @@ def compared_values(values: Mapping[str, Any], free: Collection[str]) -> dict[st
     Returns:
         `dict[str, Any]`: The other settings, as plain values.
     """
-    named = {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}
-    left_out = {*free, *FREE} - named
+    left_out = {*free, *FREE} - {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}  # no method can free these
     if not values["shuffle_dataset"]:
         left_out.add("seed")  # it does not move the data then, and random states come from the checkpoint
     return {name: _plain(value) for name, value in values.items() if name not in left_out}

@@ -119,7 +119,7 @@ def next_batch(
     Args:
         position (`dict[str, Any]`):
             Position in the checkpoint: `epoch`; `batches` of the epoch that were used; `ended`, True if `on_epoch_end`
-            has run; `stopped`, True if training was to stop.
+            has run; `stopped`, True if a callback asked to stop the training.
         epoch_steps (`float`):
             Number of steps of an epoch.
         batches_per_step (`int`):
@@ -134,8 +134,8 @@ def next_batch(
     epoch, batches = position["epoch"], position["batches"]
     all_used = math.ceil(batches / batches_per_step) >= epoch_steps
     owes_end = not position["ended"] and (all_used or finished)
-    # A callback may end an epoch early; the next epoch follows then. But if training was to stop, the epoch ended
-    # before its data did, so continue with the rest of its data.
+    # If a callback ended the epoch early, the next epoch follows. But if a callback stopped the training, the rest of
+    # the epoch's data is still to be trained.
     ended = all_used or (position["ended"] and not position["stopped"])
     if ended and not finished:
         return epoch + 1, 0, owes_end

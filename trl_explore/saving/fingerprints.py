@@ -1,4 +1,4 @@
-"""Fingerprints of models and tokenizers, so that a file can say from which of them it was made."""
+"""Fingerprints of models and tokenizers, for files that depend on one of them."""
 
 import hashlib
 import json
@@ -51,6 +51,6 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     vocabulary = tokenizer.get_vocab() | tokenizer.get_added_vocab()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if pad is None:
-        pad = eos  # trainers set this themselves, so the fingerprint must be the same before and after that
+        pad = eos  # trainers set this padding token themselves, which must not change the fingerprint
     meaning = [sorted(vocabulary.items()), eos, pad]
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()

@@ -13,7 +13,9 @@ DISK_FULL_TEXT = re.compile(
 def is_disk_full(error: BaseException | None) -> bool:
     """Return whether a full disk caused an error, or one of the errors that led to it."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in NO_ROOM or DISK_FULL_TEXT.search(str(error)):
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        if DISK_FULL_TEXT.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

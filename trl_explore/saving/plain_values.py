@@ -116,12 +116,12 @@ def from_plain(value: Any) -> Any:
         return timedelta(*content)
     if name in TEXTS:
         return TEXTS[name][1](content)
-    kind, shape, items = content
-    if kind == "O":
+    dtype, shape, items = content
+    if dtype == "O":
         array = np.empty(len(items), dtype=object)
         array[:] = from_plain(items)
     else:
-        array = np.frombuffer(from_plain(items), dtype=kind).copy()
+        array = np.frombuffer(from_plain(items), dtype=dtype).copy()
     array = array.reshape(shape)
     if name == "scalar":
         return array[()]

@@ -62,15 +62,15 @@ def read_records(
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     try:
         header = json.loads(lines[0])
-        found = header["kind"], header["format"]
+        found_kind, found_format = header["kind"], header["format"]
     except (ValueError, LookupError, TypeError):
-        found = None, None
-    if found[0] != kind:
+        found_kind = found_format = None
+    if found_kind != kind:
         raise FileRefusedError(f"{path} is not a file of {kind}: its header has another kind. Name another file.")
-    if found[1] != FORMAT:
+    if found_format != FORMAT:
         raise FileRefusedError(
-            f"{path} has format {found[1]!r} of {kind}, and this version reads format {FORMAT}. Delete it, or name "
-            "another file."
+            f"{path} has format {found_format!r} of {kind}, and this version reads format {FORMAT}. Delete it, or "
+            "name another file."
         )
     records = []
     for number, line in enumerate(lines[1:], start=2):

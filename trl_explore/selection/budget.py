@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # Returns the gain of one more row, for the number of rows that a prompt has and its success rate.
 Gain = Callable[[int, float], float]
-# Probability that a group has both successes and failures. While some prompts were never solved, the other prompts
-# only get enough rows for this probability.
+# Probability of contrast, which means that a group has both successes and failures. If some prompts were never solved,
+# the other prompts get only enough rows for this probability.
 CONTRAST = 0.9
 
 
@@ -35,7 +35,7 @@ def vip_gain(number: int, rate: float) -> float:
     if spread == 0:
         return 0.0
     if number < 2:
-        return math.inf * spread
+        return math.inf
     return spread / ((number - 1) * number)
 
 
@@ -77,7 +77,7 @@ def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, 
     gain = GAINS[kind]
     counts = [usual if rate is None else low for rate in rates]
     left = usual * len(rates) - sum(counts)
-    never = kind == "knapsack" and 0.0 in rates
+    some_unsolved = kind == "knapsack" and 0.0 in rates
     heap: list[tuple[float, int]] = []  # negative gain and place of each prompt that gains from one more row
     for place, rate in enumerate(rates):
         if rate is not None and gain(low, rate) > 0 and low < high:
@@ -87,7 +87,7 @@ def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, 
         _, place = heapq.heappop(heap)
         rate = rates[place]
         assert rate is not None
-        if never and counts[place] >= enough(rate):
+        if some_unsolved and counts[place] >= enough(rate):
             continue
         counts[place] += 1
         left -= 1
@@ -102,8 +102,8 @@ def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, 
             open_places = [place for place in places if counts[place] < high]
             if not open_places:
                 break
-            place = min(open_places, key=counts.__getitem__)
-            counts[place] += 1
+            fewest = min(open_places, key=counts.__getitem__)
+            counts[fewest] += 1
             left -= 1
     return counts
 

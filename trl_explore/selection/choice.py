@@ -45,7 +45,7 @@ class PromptChoice:
             unscored = groups.isnan().all(dim=1)
             mask = ~solved & ~unscored
         if args.explore_share_end < 1:
-            # Every process draws one number per row. The number of the first row decides about the group.
+            # Every process samples one number per row. The number of the first row decides about the group.
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
             of_rows = self.policy.ranks.gather(own.to(deciding.device))
             of_groups = of_rows.view(-1, args.num_generations)[:, 0]

@@ -68,7 +68,7 @@ class PromptOrder:
         Returns:
             `list[list[int]]`: Places of each process, `[processes][count]`.
         """
-        refused = 0
+        refused = 0  # places skipped in a row; after a whole pass of them, no place is skipped any more
         dealt: list[list[int]] = [[] for _ in counts]
         for own, count in zip(dealt, counts, strict=True):
             while len(own) < count:

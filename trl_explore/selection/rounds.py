@@ -87,12 +87,14 @@ class Rounds:
             self._log({})
             return output, streams, None
         keep = self.contrast()
-        kept, sampled, tokens = keep, number, self._tokens(output)
-        rounds, shortage = 1, 0
+        tokens = self._tokens(output)  # sampled in all rounds
+        sampled = number  # prompts of all rounds
+        rounds, missing = 1, 0
         if self.args.dynamic_sampling == "refill":
+            num_found = int(keep.sum()) // self.size  # groups with contrast
             others, found = [output], [streams]
             while True:
-                missing = self._missing(kept, number)
+                missing = number - num_found
                 most = self.policy.ranks.most(missing)
                 if not most or rounds >= self.args.max_sampling_rounds:
                     break
@@ -101,16 +103,18 @@ class Rounds:
                 unused = fillers[: (most - missing) * self.size]
                 more, more_streams = play(self._rows(places) + [own_copy(row) for row in unused])
                 self._note(places, missing)
-                good = self.contrast() & (torch.arange(most * self.size, device=keep.device) < missing * self.size)
+                is_filler = torch.arange(most * self.size, device=keep.device) >= missing * self.size
+                good = self.contrast() & ~is_filler
                 others.append(select_rows(more, good.nonzero().squeeze(1)))
                 found.append(more_streams)
-                kept = torch.cat([kept, good[good]])
-                sampled, rounds, tokens = sampled + missing, rounds + 1, tokens + self._tokens(more)
-            shortage = self._missing(kept, number)
+                num_found += int(good.sum()) // self.size
+                sampled += missing
+                tokens += self._tokens(more)
+                rounds += 1
             if rounds > 1:
                 output, keep = self._refilled(others, keep)
                 streams = self._joined(found)
-        own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": shortage}
+        own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": missing}
         total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
         self.counts["discarded_tokens"] += int(total["discarded"])
         self._log(
@@ -130,7 +134,7 @@ class Rounds:
         return {
             "taken": None if order is None else order.taken,
             "data": None if order is None else order.fingerprint(),
-            "rates": [[*found] for found in self.solved.rates.items()],
+            "rates": [[place, rate] for place, rate in self.solved.rates.items()],
             "counts": dict(self.counts),
         }
 
@@ -163,8 +167,8 @@ class Rounds:
         return dealt[self.policy.ranks.index]
 
     def _rows(self, places: list[int]) -> list[dict[str, Any]]:
-        assert self.order is not None
         """Return the rows of prompts: one copy of the data-set row for each completion."""
+        assert self.order is not None
         counts = self.rows_of or [self.size] * len(places)
         rows: list[dict[str, Any]] = []
         for place, count in zip(places, counts, strict=True):
@@ -190,9 +194,13 @@ class Rounds:
         if not self.rows_of:
             return of_grpo
         totals = self.scorer.totals(rewards_per_func)
-        options: dict[str, Any] = {"scale": self.args.scale_rewards, "usual": self.size}
-        own = self.policy.ranks.local(totals)
-        return unequal_advantages(own, self.rows_of, deviation=nanstd(totals).item(), **options)
+        return unequal_advantages(
+            self.policy.ranks.local(totals),
+            self.rows_of,
+            scale=self.args.scale_rewards,
+            usual=self.size,
+            deviation=nanstd(totals).item(),
+        )
 
     def contrast(self) -> torch.Tensor:
         """Return the mask `(B,)` of this process's rows in groups with different raw rewards."""
@@ -204,10 +212,6 @@ class Rounds:
         if self.args.dynamic_sampling == "off":
             return {}
         return {"contrast": self.contrast().tolist()}
-
-    def _missing(self, kept: torch.Tensor, number: int) -> int:
-        """Return the number of groups that still lack contrast, out of `number`."""
-        return number - int(kept.sum()) // self.size
 
     def _tokens(self, rows: RowDict, keep: torch.Tensor | None = None) -> int:
         """Return the number of sampled tokens of rows. Answers of tools were not sampled."""
@@ -231,11 +235,13 @@ class Rounds:
         self.solved.note(self.policy.ranks.objects(own))
 
     def _refilled(self, others: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
-        """Return the rows of the first round with groups without contrast replaced by groups of later rounds, as far
-        as there are any. Also return the mask of the rows to train, `(B,)`."""
+        """Return the rows of the first round. Groups of later rounds replace groups without contrast, as far as there
+        are any. Also return the mask of the rows to train, `(B,)`. `others` are the rows of all rounds, the first
+        included, and `keep` is the mask of the rows of the first round that have contrast."""
         output = merge_rows(others, pad_id=self.policy.tokenizer.pad_token_id)
-        index = torch.arange(len(keep), device=keep.device)
-        free = (~keep).nonzero().squeeze(1)[: len(output["completion_ids"]) - len(keep)]
+        num_later = len(output["completion_ids"]) - len(keep)
+        free = (~keep).nonzero().squeeze(1)[:num_later]
+        index = torch.arange(len(keep), device=keep.device)  # for each row of the result, its index in `output`
         index[free] = len(keep) + torch.arange(len(free), device=keep.device)
         output = select_rows(output, index)
         tokens = self.policy.ranks.gather(loss_mask(output).sum().unsqueeze(0)).sum().item()
@@ -245,9 +251,7 @@ class Rounds:
     def _joined(self, found: list[Streams]) -> Streams:
         """Return the streams of all rounds. Branches from groups that were removed are trained anyway."""
         joined: Streams = {}
-        names: dict[str, None] = {}
-        for streams in found:
-            names.update(dict.fromkeys(streams))
+        names = dict.fromkeys(name for streams in found for name in streams)  # in the order of their first round
         for name in names:
             parts = [streams[name] for streams in found if name in streams]
             scored = [rows for rows, _ in parts]
@@ -277,7 +281,7 @@ class Rounds:
         warnings.warn(
             f"After {rounds} round(s) of sampling, {missing} group(s) of a batch still have no contrast, and train "
             f"nothing. Raise `max_sampling_rounds={self.args.max_sampling_rounds}`, use easier or harder prompts, or "
-            "set `dynamic_sampling='filter'`. This is said once.",
+            "set `dynamic_sampling='filter'`. This warning appears once.",
             stacklevel=2,
         )
 

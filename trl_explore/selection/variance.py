@@ -1,5 +1,6 @@
 """PODS: train only the rows of a group whose rewards have the largest variance."""
 
+import math
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ def largest_variance(rewards: torch.Tensor, number: int, *, random: Random) -> t
     """
     mask = torch.zeros_like(rewards, dtype=torch.bool)
     for group, values in enumerate(rewards.tolist()):
-        rows = [row for row, value in enumerate(values) if value == value]
-        unscored = [row for row, value in enumerate(values) if value != value]
+        rows = [row for row, value in enumerate(values) if not math.isnan(value)]
+        unscored = [row for row, value in enumerate(values) if math.isnan(value)]
         random.shuffle(rows)
         rows.sort(key=values.__getitem__)  # stable: rows with the same reward stay in random order
         if len(rows) <= number:

@@ -1,4 +1,4 @@
-"""Checks that a vLLM server fits a trainer. The errors have the command that starts a fitting server."""
+"""Checks that a vLLM server fits a trainer. Error messages contain the command that starts a fitting server."""
 
 import hashlib
 import os
@@ -193,7 +193,7 @@ def hold(url: str) -> None:
     except OSError as error:
         raise RuntimeError(
             f"the folder {folder} cannot hold the lock of a vLLM server: {error}. It must be a folder and not a link, "
-            "only you may have the right to write to it, and its disk must support file locks. Remove it, or set the "
+            "no other user may write to it, and its disk must support file locks. Remove it, or set the "
             "environment variable TRL_EXPLORE_CACHE to another folder."
         ) from error
     file.truncate(0)

@@ -54,7 +54,8 @@ class ServerClient(VLLMClient):
     TRL's client, which can also send weights through files.
 
     TRL's client repeats a failed request for a minute. In this time a server could restart and answer with the weights
-    on its disk. This client repeats a request only at once, which helps if an idle connection was closed.
+    on its disk. This client repeats a request immediately and at most twice, which helps if an idle connection was
+    closed.
 
     Args:
         base_url (`str`):
@@ -107,7 +108,7 @@ class ServerClient(VLLMClient):
     def update_named_params(self, metadata, named_params):
         if self.weight_sync == "nccl":
             return super().update_named_params(metadata, named_params)
-        # After the last tensor, TRL takes merged adapters out of the parameters again. So copy each one now.
+        # After the last tensor, TRL unmerges adapters, which changes the parameters. So copy each parameter now.
         weights = {name: param.detach().to("cpu", copy=True).contiguous() for name, param in named_params}
         # The server may still have the last file mapped into its memory, so write to the other of two files.
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -272,10 +273,14 @@ class ServedGeneration(VLLMGeneration):
 
     def _complete_there(self, asked: list[Request]) -> list[list[Answer]]:
         """Sample on a server."""
+
+        def numbers(i: int) -> tuple[int, int]:
+            return asked[i].num_samples, asked[i].max_new_tokens
+
         # Requests with the same numbers of samples and tokens go into one HTTP request. Sorted by prefix, neighbours
         # share tokens, which the server finds in its prefix cache.
-        order = sorted(range(len(asked)), key=lambda i: (asked[i].num_samples, asked[i].max_new_tokens, asked[i]))
-        batches = [list(batch) for _, batch in groupby(order, key=lambda i: asked[i][1:])]
+        order = sorted(range(len(asked)), key=lambda i: (numbers(i), asked[i].prefix))
+        batches = [list(batch) for _, batch in groupby(order, key=numbers)]
         alike = []
         for batch in batches:
             alike.append([asked[i] for i in batch])

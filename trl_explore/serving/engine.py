@@ -1,4 +1,4 @@
-"""The part of weight transfer through files that runs in a vLLM server. Only a vLLM server imports this module."""
+"""Engine that loads the trainer's weights from files in a vLLM server. Only a vLLM server imports this module."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Information of the trainer before the first transfer: none."""
+    """Data that the trainer sends before the first transfer. Empty."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """Information of the trainer for one transfer."""
+    """Data that the trainer sends for each transfer."""
 
     path: str  # complete safetensors file that the server can read
     names: list[str]  # names of all its tensors
@@ -40,7 +40,7 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing, because files need no connection."""
 
     def start_weight_update(self) -> None:
-        """Do nothing. If this made the model wait for weights, the end of the trainer would make it useless."""
+        """Do nothing. A reload that begins here would leave the server without weights if the trainer then ended."""
 
     def finish_weight_update(self) -> None:
         """Do nothing, because the weights are complete as soon as the file is read."""

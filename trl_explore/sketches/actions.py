@@ -72,10 +72,10 @@ def share_out(num_rows: int, goes_on: Sequence[bool]) -> list[int]:
             True for each action after which the episode continues. There are at most `num_rows` actions.
     """
     num_actions = len(goes_on)
-    again = [action for action in range(num_actions) if goes_on[action]]
-    if not again:
-        again = list(range(num_actions))
-    shares = list(range(min(num_actions, num_rows)))
-    for row in range(num_rows - num_actions):
-        shares.append(again[row % len(again)])
+    repeated = [action for action in range(num_actions) if goes_on[action]]
+    if not repeated:
+        repeated = list(range(num_actions))
+    shares = list(range(num_actions))
+    for extra in range(num_rows - num_actions):
+        shares.append(repeated[extra % len(repeated)])
     return shares

@@ -51,7 +51,7 @@ class Actions(Mode, TurnExplorer):
         turn, args, size = self.turn, self.args, self.size
         if turn.number == 0:
             self._begin_batch(contexts)
-            self._examples = examples[:: self.size]
+            self._examples = examples[::size]  # one per group
         # A place is an index into `contexts`. A row is an index into the batch.
         start = time.perf_counter()
         groups, explores = [], []
@@ -72,8 +72,8 @@ class Actions(Mode, TurnExplorer):
                     self.drawn[row].append(Drawn(offset, proposal.context, proposal.token_ids))
         draft_seconds = time.perf_counter() - start
 
-        # Rows outside blocks get a plain turn. Only its log-probabilities are known: proposed turns were sampled from
-        # a context that shows other proposals.
+        # Rows outside blocks get a plain turn. Use the log-probabilities of plain turns only, because proposed turns
+        # were sampled from another context than the row's.
         start = time.perf_counter()
         logprobs: dict[int, list[float | None]] = {}  # by place
         rest = [place for place in range(len(contexts)) if place not in turn_ids]
@@ -95,10 +95,9 @@ class Actions(Mode, TurnExplorer):
             "sampled_tokens": num_proposed_tokens + num_plain_tokens,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
-            "dropped": 0,  # `_ask_for_another` has already counted these
             **diversity(actions),
         }
-        for name, value in added.items():
+        for name, value in added.items():  # all metrics except `dropped`, which `_ask_for_another` counts
             self.metrics[name] += value
         turns = [turn_ids[place] for place in range(len(contexts))]
         if self.policy.serving is None:
@@ -110,14 +109,14 @@ class Actions(Mode, TurnExplorer):
 
     def _begin_batch(self, contexts: list[list[int]]) -> None:
         """Reset metrics, columns and `drawn` at the first turn of a batch. `contexts` are the prompts of its rows."""
-        names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
-        self.metrics = dict.fromkeys(names, 0.0)
+        names = ("tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped")
+        self.metrics = dict.fromkeys(names, 0.0) | diversity([])
         self.drawn = [[] for _ in contexts]
         self.columns = {"actions": [""] * len(contexts)}
         self._prompt_lengths = list(map(len, contexts))
 
     def _shared_out(self, proposals: list[Proposal], num_rows: int) -> list[Proposal]:
-        """Return the proposal that each row of a block takes. Of proposals with equal actions, the first counts."""
+        """Return the proposal that each row of a block takes. Of proposals with equal actions, use only the first."""
         by_action: dict[str, Proposal] = {}
         for proposal in proposals:
             by_action.setdefault(proposal.action, proposal)

@@ -26,14 +26,18 @@ def check_template(field: str, template: str, *, required: Sequence[str]) -> Non
             missing.append(slot)
     if missing:
         raise ValueError(
-            f"`{field}={template!r}` must contain {' and '.join(missing)}: "
-            "that is where the text goes which the model is to see."
+            f"`{field}={template!r}` must contain {' and '.join(missing)}: this slot is replaced by the text that the "
+            "model must see."
         )
 
 
 def fill_template(template: str, slots: Mapping[str, str]) -> str:
     """Replace slots such as `{problem}` by texts. Other braces stay unchanged, also braces inside the texts."""
-    return SLOT.sub(lambda match: slots.get(match[1], match[0]), template)
+
+    def text_for(slot: re.Match[str]) -> str:
+        return slots.get(slot[1], slot[0])
+
+    return SLOT.sub(text_for, template)
 
 
 def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prompt:
@@ -85,15 +89,17 @@ def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
             If True, the prompt ends with `<think>`, so the response begins inside a thought.
 
     Returns:
-        `tuple[str, str]`: The text up to the last `</think>` and the spaces after it, empty without this tag; and the
-        text without thoughts, also without a thought that does not end.
+        `tuple[str, str]`: The thoughts, which end after the last `</think>` and the spaces that follow it. They are
+        empty if the response has no such tag. Then the answer: the text without thoughts. A thought without
+        `</think>` extends to the end of the response.
     """
     opening = THINK if opened else ""
-    answer = THOUGHT.sub("", opening + text).rpartition(END_THINK)[2]
-    after = text
-    if END_THINK in text:
-        after = text.rpartition(END_THINK)[2].lstrip()
-    return text[: len(text) - len(after)], answer
+    without_thoughts = THOUGHT.sub("", opening + text)
+    answer = without_thoughts.rpartition(END_THINK)[2]  # a `</think>` without `<think>` also ends a thought
+    if END_THINK not in text:
+        return "", answer
+    after_thoughts = text.rpartition(END_THINK)[2].lstrip()
+    return text[: len(text) - len(after_thoughts)], answer
 
 
 def split_candidates(text: str, *, separator: str) -> list[str]:
@@ -133,14 +139,16 @@ def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int
         ring += members
     # Shifting the ring by the size of its largest group gives every prompt a place of another group.
     shift = max(map(len, groups.values()), default=0)
-    sources, end = list(range(len(prompts))), 0
+    sources = list(range(len(prompts)))
+    end = 0
     for members in groups.values():
-        end += len(members)
-        others = ring[end:] + ring[: end - len(members)]
+        begin, end = end, end + len(members)
+        others = ring[end:] + ring[:begin]  # the ring after these members, without them
         if not others:
             continue
         for j, place in enumerate(members):
-            sources[place] = others[(shift - len(members) + j) % len(others)]
+            # Member j is at `begin + j` of the ring, and `others[0]` is at `end`.
+            sources[place] = others[(j + shift - len(members)) % len(others)]
     return sources
 
 
@@ -167,8 +175,9 @@ def diversity(drafts: Sequence[Sequence[str]]) -> dict[str, float]:
             Lists of drafts; a list may be empty.
 
     Returns:
-        `dict[str, float]`: The number of `lists`; the sums of their shares of `distinct` and of `empty` drafts, and of
-        their mean `similarity`; and the number of `duplicates` of earlier drafts.
+        `dict[str, float]`: Five sums. `lists` is the number of lists, and `duplicates` the number of drafts that
+        repeat an earlier draft of their list. `distinct` and `empty` add up the share of such drafts in each list, and
+        `similarity` the mean similarity of each list.
     """
     distinct, empty, similarity, num_duplicates = [], [], [], 0
     for texts in drafts:

@@ -19,7 +19,7 @@ from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
 Candidate = tuple[str, list[int]]  # text of the candidate, and the context that it was sampled from
-# Ends a thought that the prompt has begun, without any thinking, as chat templates write it.
+# Text that ends a thought without any thinking, as chat templates write it. The prompt has begun the thought.
 NO_THOUGHT = f"\n{END_THINK}\n\n"
 
 
@@ -77,15 +77,15 @@ class Lists(Mode):
         self._note_origins(listed, completions, thought_ends)
         explored = []
         for g, rows in enumerate(completions):
-            of_prompt = Explored([], columns=self.columns_of(g))
+            result = Explored([], columns=self.columns_of(g))
             if self.policy.serving is not None:
-                of_prompt.logprobs = []
+                result.logprobs = []
             for i in range(size):
-                place = i % len(rows)
-                of_prompt.completion_ids.append(list(rows[place]))
-                if of_prompt.logprobs is not None:
-                    of_prompt.logprobs.append(list(logprobs[g][place]))
-            explored.append(of_prompt)
+                place = i % len(rows)  # if a list has too few candidates, repeat them
+                result.completion_ids.append(list(rows[place]))
+                if result.logprobs is not None:
+                    result.logprobs.append(list(logprobs[g][place]))
+            explored.append(result)
         return explored
 
     def _note_origins(
@@ -102,7 +102,7 @@ class Lists(Mode):
                     continue
                 number = i % len(candidates)
                 _, context = candidates[number]
-                # Without the end token: in a list, a separator ends a candidate.
+                # Leave out the end token, because the list had a separator after the candidate instead.
                 listed_ids = rows[number][len(thought_end) : -1]
                 self.drawn.append([Drawn(len(thought_end), context, listed_ids)])
                 numbers.append(number)
@@ -121,12 +121,13 @@ class Lists(Mode):
         return self._from_own_lists(prompts)
 
     def _from_one_list(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
-        """Take the first distinct candidates of one list per prompt. The context of a candidate is the list before."""
+        """Take the first distinct candidates of one list per prompt. The context of a candidate is the list up to
+        it."""
         size = self.size
         most = self.args.max_list_length or size * self.max_completion_length
-        asked, found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
+        request_ids, found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
         listed = []
-        for ids, texts in zip(asked, found, strict=True):
+        for ids, texts in zip(request_ids, found, strict=True):
             candidates = []
             for text in first_distinct(texts, size):
                 earlier = texts[: texts.index(text)]
@@ -141,14 +142,14 @@ class Lists(Mode):
         prompt_of_rows = []
         for prompt in prompts:
             prompt_of_rows += [prompt] * size
-        asked, found, num_tokens = self._list_candidates(prompt_of_rows, most=most, rounds=1)
+        request_ids, found, num_tokens = self._list_candidates(prompt_of_rows, most=most, rounds=1)
         listed, texts = [], []
-        for start in range(0, len(asked), size):
+        for start in range(0, len(request_ids), size):
             candidates = []
             texts_of_prompt = []
             for row in range(start, start + size):
                 if found[row]:
-                    candidates.append((found[row][0], asked[row]))
+                    candidates.append((found[row][0], request_ids[row]))
                     texts_of_prompt.append(found[row][0])
             listed.append(candidates)
             texts.append(texts_of_prompt)
@@ -177,8 +178,10 @@ class Lists(Mode):
         """
         args, size = self.args, self.size
         slots = {"num_candidates": str(size)}
-        asked = self.policy.encode_prompts([fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts])
-        prompt_lengths = list(map(len, asked))
+        request_ids = self.policy.encode_prompts(
+            [fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts]
+        )
+        prompt_lengths = list(map(len, request_ids))
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))  # prompts whose newest response added a candidate
@@ -188,7 +191,7 @@ class Lists(Mode):
             for i, texts in enumerate(found):
                 if i not in open_lists or len(set(texts)) >= size:
                     continue
-                prefix = asked[i] + self._begun_list(first_distinct(texts, size))
+                prefix = request_ids[i] + self._begun_list(first_distinct(texts, size))
                 budget = int(min(most, self.context_length - len(prefix)))
                 if budget > 0:
                     continued.append(i)
@@ -204,12 +207,12 @@ class Lists(Mode):
                     answer = answer.rpartition(args.candidate_separator)[0]
                 texts = split_candidates(answer, separator=args.candidate_separator)
                 if not found[i]:
-                    asked[i] = asked[i] + self.encode(thought)
+                    request_ids[i] = request_ids[i] + self.encode(thought)
                 if set(texts) <= set(found[i]):
                     open_lists.discard(i)  # the policy added no new candidate
                 found[i] += texts
                 num_tokens += len(continuation.token_ids)
-        return asked, found, num_tokens
+        return request_ids, found, num_tokens
 
     def _begun_list(self, texts: list[str]) -> list[int]:
         """Return the tokens of a list with these candidates, each with a separator after it."""

@@ -33,10 +33,12 @@ def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
     if total["with_targets"]:
         metrics["sketch/coverage"] = total["covered"] / total["with_targets"]
     if total["correct"]:
-        each = total["correct"] / (groups * size)
-        ratio = total["solved"] / groups / each
+        pass_at_1 = total["correct"] / (groups * size)
+        pass_at_g = total["solved"] / groups
+        ratio = pass_at_g / pass_at_1
         metrics["sketch/pass_ratio"] = ratio
-        metrics["sketch/collapse_alarm"] = float(ratio < COLLAPSE_RATIO and each < 1 / COLLAPSE_RATIO)
+        # If pass@1 is high, the ratio is always small.
+        metrics["sketch/collapse_alarm"] = float(ratio < COLLAPSE_RATIO and pass_at_1 < 1 / COLLAPSE_RATIO)
     return metrics
 
 
@@ -77,6 +79,7 @@ def check_coverage_column(
             "or leave `coverage_column` out."
         )
     values = [first[column]]
+    # If the data set has a transform (format "custom"), check only the first row: others would have to be transformed.
     if column in dataset.column_names and dataset.format["type"] != "custom":
         values = dataset.select(range(min(most, len(dataset))))[column][:]
     for value in values:

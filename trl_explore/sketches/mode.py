@@ -41,8 +41,9 @@ def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -
     """
     config: PreTrainedConfig = policy.accelerator.unwrap_model(policy.model).config
     model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    served_length = policy.serving.backend.max_served_length if policy.serving is not None else None
-    length = min(args.context_length or model_length or math.inf, served_length or math.inf)
+    length = args.context_length or model_length or math.inf
+    if policy.serving is not None:
+        length = min(length, policy.serving.backend.max_served_length or math.inf)
     if length - max(longest_sketch, args.max_completion_length or 0) < 1:
         raise ValueError(
             f"`max_sketch_length={args.max_sketch_length}` and "
@@ -92,7 +93,8 @@ class Mode(Explorer):
             completion_ids += of_prompt.completion_ids
             rewards += of_prompt.rewards or []
         found = torch.tensor(rewards, dtype=torch.float32, device=self.policy.ranks.device)
-        self.log_groups(self._examples, completion_ids, found.view(len(rewards), len(self.scorer.names)))
+        found = found.view(len(rewards), len(self.scorer.names))  # without rows, it has one dimension
+        self.log_groups(self._examples, completion_ids, found)
         return self.weighted(rows, completion_ids)
 
     def weighted(self, rows: RowDict, completion_ids: list[list[int]]) -> torch.Tensor:
@@ -100,7 +102,7 @@ class Mode(Explorer):
         Return the advantages of rows, weighted by likelihood ratios if `off_policy_correction` is True.
 
         The likelihood ratio of a token compares the context that the row is trained with to the context that the token
-        was sampled from. `off_policy_cap` bounds it. With `off_policy_scope="negative"`, it weights negative
+        was sampled from. It is at most `off_policy_cap`. With `off_policy_scope="negative"`, it weights negative
         advantages only.
 
         Args:
@@ -121,7 +123,7 @@ class Mode(Explorer):
             completion_ids,
             self.drawn,
             max_drawn=self.max_drawn,
-            rows=self.apart(len(completion_ids)),
+            rows=self.rows_with_other_context(len(completion_ids)),
         )
         ratios = ratios.to(advantages.device)
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)
@@ -131,11 +133,12 @@ class Mode(Explorer):
         counts = {
             "sum": trained.sum().item(),
             "capped": (trained > args.off_policy_cap).sum().item(),
-            "n": len(trained),
+            "tokens": len(trained),
         }
         total = self.policy.ranks.summed(counts)
-        self.policy.log_metric("sketch/ratio_mean", total["sum"] / max(total["n"], 1))
-        self.policy.log_metric("sketch/ratio_capped_fraction", total["capped"] / max(total["n"], 1))
+        num_tokens = max(total["tokens"], 1)
+        self.policy.log_metric("sketch/ratio_mean", total["sum"] / num_tokens)
+        self.policy.log_metric("sketch/ratio_capped_fraction", total["capped"] / num_tokens)
         weights = weights.clamp(max=args.off_policy_cap)
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
@@ -205,8 +208,9 @@ class Mode(Explorer):
         """Keep the data-set rows of a new batch for its metrics."""
         self._examples = [group.example for group in groups]
 
-    def apart(self, num_rows: int) -> list[int]:
-        """Return the rows, out of `num_rows`, that may have been sampled from another context."""
+    def rows_with_other_context(self, num_rows: int) -> list[int]:
+        """Return the rows, out of `num_rows`, that may have been sampled from another context than they are trained
+        with."""
         return list(range(num_rows))
 
     def text(self, token_ids: list[int]) -> str:

@@ -74,8 +74,8 @@ class TwoStage(Mode):
                 if solve_ids[row] != prompt_ids[row]:
                     rollout.logprobs[row] = [None] * len(ids)
         explored = split_rollout(rollout, self.size)
-        for number, of_prompt in enumerate(explored):
-            of_prompt.columns = self.columns_of(number)
+        for number, prompt_result in enumerate(explored):
+            prompt_result.columns = self.columns_of(number)
         return explored
 
     def _encode_solving(
@@ -101,19 +101,19 @@ class TwoStage(Mode):
         )
         sketches = self.columns["sketch"]
         for g, group in enumerate(successes):
-            of_sketched = []
+            sketched = []  # successes of the rows with a sketch
             for place, success in enumerate(group):
                 if sketches[g * self.size + place]:
-                    of_sketched.append(success)
-            counts["sketched"] += len(of_sketched)
-            counts["sketched_correct"] += sum(of_sketched)
-            counts["sketched_groups"] += bool(of_sketched)
-            counts["sketched_solved"] += any(of_sketched)
+                    sketched.append(success)
+            counts["sketched"] += len(sketched)
+            counts["sketched_correct"] += sum(sketched)
+            counts["sketched_groups"] += bool(sketched)
+            counts["sketched_solved"] += any(sketched)
         return counts
 
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Sample one completion per row as GRPO does. If the sampler keeps the keys of prefixes, use it, because it
-        encodes common prefixes of rows only once."""
+        """Sample one completion per row as GRPO does. If the sampler keeps the keys of prefixes, and need not divide
+        the rows into batches, use it, because it encodes common prefixes of rows only once."""
         options = self.args.generation_kwargs or {}
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
@@ -121,7 +121,7 @@ class TwoStage(Mode):
         sampled = self.sample(solve_ids, 1, most, main_stream=True)
         return Rollout([continuation.token_ids for (continuation,) in sampled])
 
-    def apart(self, num_rows: int) -> list[int]:
+    def rows_with_other_context(self, num_rows: int) -> list[int]:
         return [row for row in range(num_rows) if row % self.size < self.num_explored]
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
@@ -131,32 +131,31 @@ class TwoStage(Mode):
         A prompt has `parallel_sketches` chains of sketches, and a sketch sees the earlier sketches of its own chain.
         Each step is one sampling call that adds one sketch to every chain of every prompt.
         """
-        chains = self.args.parallel_sketches
-        drafts: list[list[str]] = [[] for _ in prompts]  # sketch number n belongs to chain n % chains
+        num_chains = self.args.parallel_sketches
+        drafts: list[list[str]] = [[] for _ in prompts]  # sketch n belongs to chain n % num_chains
         num_tokens = num_dropped = 0
-        for first in range(0, self.num_sketches, chains):
-            # 1. A request for each new sketch: the number of its prompt, and the earlier sketches of its chain.
-            numbers, shown = [], []
-            for number in range(len(prompts)):
-                for place in range(first, min(first + chains, self.num_sketches)):
-                    earlier = drafts[number][place % chains :: chains]
-                    numbers.append(number)
-                    shown.append(list(filter(None, earlier)))  # empty sketches are not shown
-            requests = []
-            for number, earlier in zip(numbers, shown, strict=True):
-                requests.append(self._sketch_prompt(prompts[number], earlier))
-            asked = self.policy.encode_prompts(requests)
+        for first in range(0, self.num_sketches, num_chains):
+            # 1. Make a request for each new sketch. It shows the earlier sketches of the chain.
+            owners, shown, requests = [], [], []  # of each new sketch; the owner is the index of its prompt
+            for owner, prompt in enumerate(prompts):
+                for n in range(first, min(first + num_chains, self.num_sketches)):
+                    chain = drafts[owner][n % num_chains :: num_chains]
+                    earlier = [sketch for sketch in chain if sketch]  # empty sketches are not shown
+                    owners.append(owner)
+                    shown.append(earlier)
+                    requests.append(self._sketch_prompt(prompt, earlier))
+            request_ids = self.policy.encode_prompts(requests)
             # 2. If a prompt is too long, drop the oldest sketches.
-            for row, ids in enumerate(asked):
+            for i, ids in enumerate(request_ids):
                 if len(ids) > self._sketch_room:
-                    prompt = prompts[numbers[row]]
-                    kept = newest_that_fit(shown[row], partial(self._fits, prompt))
-                    num_dropped += len(shown[row]) - len(kept)
-                    asked[row] = self.policy.encode_prompts([self._sketch_prompt(prompt, kept)])[0]
+                    prompt = prompts[owners[i]]
+                    kept = newest_that_fit(shown[i], partial(self._fits, prompt))
+                    num_dropped += len(shown[i]) - len(kept)
+                    request_ids[i] = self.policy.encode_prompts([self._sketch_prompt(prompt, kept)])[0]
             # 3. Sample all new sketches.
-            sampled = self.sample(asked, 1, self.args.max_sketch_length)
-            for number, (continuation,) in zip(numbers, sampled, strict=True):
-                drafts[number].append(self.text(continuation.token_ids))
+            sampled = self.sample(request_ids, 1, self.args.max_sketch_length)
+            for owner, (continuation,) in zip(owners, sampled, strict=True):
+                drafts[owner].append(self.text(continuation.token_ids))
                 num_tokens += len(continuation.token_ids)
         self.metrics = {"tokens": num_tokens, "dropped": num_dropped, **diversity(drafts)}
         return drafts

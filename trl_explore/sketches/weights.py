@@ -48,8 +48,8 @@ def likelihood_ratios(
     Returns:
         `torch.Tensor`: Ratios `(B, T)`; 1 for all other tokens and for padding.
     """
-    ends = sample.policy.eos_token_ids[:1]
-    filler = [ends] * (sample.policy.ranks.most(len(rows)) - len(rows))
+    # Every process must pass the same number of rows. A filler row has an end token as prompt and as completion.
+    filler = [sample.policy.eos_token_ids[:1]] * (sample.policy.ranks.most(len(rows)) - len(rows))
     own_prompts, own_completions = [], []
     for row in rows:
         own_prompts.append(prompt_ids[row])
@@ -62,11 +62,11 @@ def likelihood_ratios(
             if part < len(drawn[row]):
                 contexts.append(drawn[row][part].context)
                 tokens.append(drawn[row][part].token_ids)
-            else:  # a filler, because every process must have the same number of rows
+            else:  # also a filler; its result is not used
                 contexts.append(prompt_ids[row])
                 tokens.append(completion_ids[row][:1])
         sampled = sample.token_logprobs(contexts + filler, tokens + filler)
-        for row, own_logprobs, sampled_logprobs in zip(rows, own, sampled, strict=False):
+        for row, own_logprobs, sampled_logprobs in zip(rows, own, sampled, strict=False):  # without filler rows
             if part >= len(drawn[row]):
                 continue
             start, length = drawn[row][part].start, len(drawn[row][part].token_ids)

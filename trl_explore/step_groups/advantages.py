@@ -22,9 +22,9 @@ def step_advantages(
     """
     Return the advantages of the steps of a prompt's trajectories, `[G][K_g]` (Eq. 7).
 
-    A step is compared with all steps that start in the same state. These may be steps of its own trajectory. The
-    advantage is 0 if there is no other such step, if all of them have the same return, or if the step's trajectory has
-    no reward (NaN).
+    A step is compared with all steps that start in the same state, also with steps of its own trajectory. The
+    advantage is 0 if no other step starts in this state, if all these steps have the same return, or if the step's
+    trajectory has no reward (NaN).
 
     Args:
         rewards (`Sequence[float]`):

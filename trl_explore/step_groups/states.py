@@ -15,7 +15,8 @@ def shown_tokens(
     """
     Return first token, end (exclusive) and observation of each turn of a completion.
 
-    The observation is the tokens between the previous turn and this turn. Before turn 0, it is the prompt.
+    The observation is the tokens between the previous turn and this turn. If the completion starts with the turn, it
+    is the prompt.
 
     Args:
         prompt_ids (`list[int]`):
@@ -25,22 +26,23 @@ def shown_tokens(
         loss_mask (`Sequence[int]`):
             1 for a token of the policy, 0 for a token of a tool, `[T]`.
     """
-    steps, shown = [], prompt_ids
-    end = 0
-    for start, stop in turns(loss_mask):
-        if start:
-            shown = completion_ids[end:start]
-        steps.append((start, stop, shown))
-        end = stop
+    steps = []
+    previous_end = 0
+    for start, end in turns(loss_mask):
+        observation = prompt_ids if start == 0 else completion_ids[previous_end:start]
+        steps.append((start, end, observation))
+        previous_end = end
     return steps
 
 
 def equal_states(observations: Sequence[Sequence[Hashable]]) -> list[list[int]]:
     """Return the number of the state of every step, `[G][K_g]`. Equal observations are the same state."""
-    numbers: dict[Hashable, int] = {}
+    numbers: dict[Hashable, int] = {}  # number of the state of each observation
     states = []
     for row in observations:
-        states.append([numbers.setdefault(observation, len(numbers)) for observation in row])
+        for observation in row:
+            numbers.setdefault(observation, len(numbers))
+        states.append([numbers[observation] for observation in row])
     return states
 
 
@@ -54,22 +56,23 @@ def similar_states(observations: Sequence[Sequence[str]], *, threshold: float) -
     first_texts: list[str] = []  # first text of each state
     states = []
     for row in observations:
-        numbers = []
+        row_states = []
         for text in row:
-            number = _first_similar(text, first_texts, threshold)
-            if number is None:
-                number = len(first_texts)
+            state = _first_similar(text, first_texts, threshold)
+            if state is None:
+                state = len(first_texts)
                 first_texts.append(text)
-            numbers.append(number)
-        states.append(numbers)
+            row_states.append(state)
+        states.append(row_states)
     return states
 
 
 def _first_similar(text: str, others: Sequence[str], threshold: float) -> int | None:
     """Return the index of the first text that is similar to `text`, or None."""
     for index, other in enumerate(others):
-        match = SequenceMatcher(None, text, other)
+        matcher = SequenceMatcher(None, text, other)
         # `ratio` is slow, so compare its two quick upper bounds first.
-        if min(match.real_quick_ratio(), match.quick_ratio()) >= threshold and match.ratio() >= threshold:
+        upper_bound = min(matcher.real_quick_ratio(), matcher.quick_ratio())
+        if upper_bound >= threshold and matcher.ratio() >= threshold:
             return index
     return None

@@ -1,4 +1,4 @@
-"""Arithmetic chains modulo 10. The answer to `6a-0b-8c-6` is `a6-0=6;b6-8=8;c8-6=2;#2`, a line per step.
+"""Arithmetic chains modulo 10. The answer to `6a-0b-8c-6` is `a6-0=6;b6-8=8;c8-6=2;#2`, one part per step.
 
 A *fact* is one computation `(op, a, b)`. If a fact has a *habit*, most demonstrations show one fixed wrong result for
 it. So the model makes known errors with known probabilities, and sometimes computes the right result.
@@ -144,8 +144,10 @@ class ChainTask(HeldOutTask):
     def _draws(self, rng: random.Random) -> Iterator[str]:
         while True:
             steps = [(label, rng.choice(ops)) for label, ops in zip(LABELS, self.step_ops, strict=False)]
-            start = rng.choice(DIGITS)
-            yield f"{start}" + "".join(f"{label}{op}{rng.choice(OPERANDS[op])}" for label, op in steps)
+            problem = str(rng.choice(DIGITS))
+            for label, op in steps:
+                problem += f"{label}{op}{rng.choice(OPERANDS[op])}"
+            yield problem
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
         problems = different(
@@ -161,12 +163,12 @@ class ChainTask(HeldOutTask):
 
 def _write_out(prompt: str, apply_fn: Callable[[str, int, int], int]) -> str:
     """Return the answer to a problem. `apply_fn` computes the result of an operation, running value and operand."""
-    value, lines = int(prompt[0]), []
+    value, parts = int(prompt[0]), []
     for label, op, operand in zip(prompt[1::3], prompt[2::3], prompt[3::3], strict=True):
         result = apply_fn(op, value, int(operand))
-        lines.append(f"{label}{value}{op}{operand}={result};")
+        parts.append(f"{label}{value}{op}{operand}={result};")
         value = result
-    return f"{''.join(lines)}#{value}"
+    return f"{''.join(parts)}#{value}"
 
 
 # Ten steps of `+`, `-` and `*`, with habits on a quarter of all facts. It saturates quickly and suits a first run.

@@ -31,7 +31,7 @@ class FactTask(SketchedTask):
         warm_start_steps (`int`):
             Supervised steps until a tiny model has converged.
         num_candidates (`int`, *optional*, defaults to `8`):
-            Answers in a list, and the most sketches of one problem.
+            Number of answers in a list, and maximum number of sketches per problem.
         format_weights (`tuple[float, float, float, float]`, *optional*):
             Shares of plain answers, sketches, answers to a sketch, and lists in the demonstrations.
         table_seed (`int`, *optional*, defaults to `1234`):
@@ -105,13 +105,13 @@ class DoorsTask(FactTask):
 
     Args:
         num_doors (`int`):
-            Doors of every room.
+            Number of doors of every room.
         num_steps (`int`):
-            Doors of a way.
+            Number of doors on a way.
         habit_probability (`float`):
-            Probability of a certain wrong door of each room in the demonstrations.
+            Probability that a demonstration chooses a room's habit, which is one fixed wrong door.
         right_probability (`float`):
-            Probability of the right door. The other wrong doors share the rest equally.
+            Probability that a demonstration chooses the right door. The other wrong doors share the rest equally.
         begun_share (`float`, *optional*, defaults to `0.0`):
             Share of the plain demonstrations that begin after right doors.
     """
@@ -144,7 +144,7 @@ class DoorsTask(FactTask):
 
     @cached_property
     def doors(self) -> dict[str, list[str]]:
-        """Right door of every room, and the wrong door that demonstrations prefer."""
+        """Right door of every room, and its habit: the wrong door that demonstrations prefer."""
         rng = random.Random(f"doors/{self.table_seed}")
         return {room: rng.sample(DOOR_NAMES[: self.num_doors], 2) for room in LETTERS[: self.num_items]}
 
@@ -177,8 +177,9 @@ class DoorsTask(FactTask):
         right, habit = self.doors[room]
         if rng.random() < self.right_probability:
             return right
-        others = DOOR_NAMES[: self.num_doors].replace(right, "")
-        return biased(habit, others, self.habit_probability / (1 - self.right_probability), rng)
+        wrong_doors = DOOR_NAMES[: self.num_doors].replace(right, "")
+        habit_share = self.habit_probability / (1 - self.right_probability)  # probability, given a wrong door
+        return biased(habit, wrong_doors, habit_share, rng)
 
     def is_guess(self, text: str) -> bool:
         return len(text) == 2 and set(text) <= set(DOOR_NAMES[: self.num_doors])
@@ -192,10 +193,10 @@ class DoorsTask(FactTask):
     def answer(self, problem: str, guess: str) -> str:
         """Return the way through the guessed doors, up to the first wrong door."""
         way, rooms = "", self.way(item_of(problem))
-        for door, room, behind in zip(guess, rooms, [*rooms[1:], END], strict=True):
+        for door, room, destination in zip(guess, rooms, [*rooms[1:], END], strict=True):
             if door != self.doors[room][0]:
                 return way + door
-            way += door + behind
+            way += door + destination
         return way
 
     def sketch(self, problem: str, rng: random.Random) -> str:

@@ -35,8 +35,8 @@ def different(draws: Iterable[str], number: int, fits: Callable[[str], bool], *,
         ValueError: If the task seems to have fewer such problems.
     """
     problems: dict[str, None] = {}  # a set that keeps its order
-    enough = islice(draws, 100 * HELD_OUT_ONE_IN * (number + 1))
-    while len(problems) < number and (problem := next(enough, None)) is not None:
+    candidates = islice(draws, 100 * HELD_OUT_ONE_IN * (number + 1))  # far more than a task with enough problems needs
+    while len(problems) < number and (problem := next(candidates, None)) is not None:
         if fits(problem):
             problems[problem] = None
     if len(problems) < number:

@@ -107,7 +107,7 @@ class MultiHopTask(HeldOutTask):
         hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
             Numbers of look-ups, which are equally likely.
         max_searches (`int`, *optional*, defaults to `5`):
-            Searches per episode, and the trainer's `max_tool_calling_iterations`.
+            Maximum number of searches per episode, and the trainer's `max_tool_calling_iterations`.
         right_probabilities (`tuple[float, ...]`, *optional*):
             Probabilities of a right answer in the demonstrations. The last relations take them one after the other.
         fault_weights (`tuple[float, float, float]`, *optional*):
@@ -154,7 +154,7 @@ class MultiHopTask(HeldOutTask):
                 f"give 0, or `max_searches={max(self.hops) + 1}`."
             )
         if self.format_penalty < 0:
-            raise ValueError(f"`format_penalty` is {self.format_penalty}; give what is lost, 0 or more.")
+            raise ValueError(f"`format_penalty` is {self.format_penalty}; give a penalty of at least 0.")
 
     @property
     def environment_factory(self) -> Callable[[], MultiHopSearch]:
@@ -177,8 +177,8 @@ class MultiHopTask(HeldOutTask):
     @cached_property
     def habits(self) -> dict[str, float]:
         """Probability that a demonstration gives the right answer, by the last relation."""
-        lasts = random.Random(f"habits/{self.table_seed}").sample(LAST_RELATIONS, len(LAST_RELATIONS))
-        return {last: self.right_probabilities[i % len(self.right_probabilities)] for i, last in enumerate(lasts)}
+        relations = random.Random(f"habits/{self.table_seed}").sample(LAST_RELATIONS, len(LAST_RELATIONS))
+        return dict(zip(relations, itertools.cycle(self.right_probabilities), strict=False))
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
         """Return 1 for a right answer, 0 for a wrong answer, and minus `format_penalty` without search or answer."""
@@ -213,10 +213,11 @@ class MultiHopTask(HeldOutTask):
         for query in queries:
             shown = search.find(query)
             turns += f"{_call(query)}{EOS}{USER}{shown}{ASSISTANT}"
-        found, other = (passage[-1] for passage in shown.split(SEPARATOR))
-        answer = found
+        # Each passage ends with an entity. Without the last search, the first passage gives an "early_stop".
+        best, second = shown.split(SEPARATOR)
+        answer = best[-1]
         if fault in ("guess", "distractor"):
-            answer = other
+            answer = second[-1]
         return turns + ANSWER_MARK + answer
 
     def verdict(self, question: str, seed: int, queries: list[str], answer: str | None) -> str:
@@ -238,7 +239,8 @@ class MultiHopTask(HeldOutTask):
             look-up), one of the `FAULTS`, or `"other"`.
         """
         facts, chain = puzzle(question, seed)
-        *early, last = [name + relation for name, relation in zip(chain, split_question(question)[1], strict=False)]
+        _, path = split_question(question)
+        *early, last = [name + relation for name, relation in zip(chain, path, strict=False)]  # the right queries
         if not queries or not answer:
             return "malformed"
         if answer == chain[-1]:

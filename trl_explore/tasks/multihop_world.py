@@ -76,7 +76,7 @@ class World:
 
     Args:
         facts (`dict[tuple[Entity, str], Entity]`):
-            By entity and letter of a relation, the entity to which the relation leads.
+            Maps an entity and the letter of a relation to the entity to which the relation leads.
     """
 
     facts: dict[tuple[Entity, str], Entity]
@@ -128,17 +128,17 @@ def build_world(rng: random.Random, *, couples: int, films: int, cities: int, co
         husband, wife = ("person", 2 * couple), ("person", 2 * couple + 1)
         facts[husband, "s"], facts[wife, "s"] = wife, husband
         # Couples are ordered from young to old, and parents are older, so nobody is their own ancestor.
-        older = []
         if couple < couples - 2:
-            older = rng.sample(range(couple + 1, couples), 2)
-        for child, parents in zip((husband, wife), older, strict=False):
-            facts[child, "f"], facts[child, "m"] = ("person", 2 * parents), ("person", 2 * parents + 1)
+            older_couples = rng.sample(range(couple + 1, couples), 2)
+            for child, parents in zip((husband, wife), older_couples, strict=True):
+                facts[child, "f"], facts[child, "m"] = ("person", 2 * parents), ("person", 2 * parents + 1)
         for person in (husband, wife):
             facts[person, "b"] = ("city", rng.randrange(cities))
     for film in range(films):
         director, writer = rng.sample(range(2 * couples), 2)
         facts[("film", film), "d"], facts[("film", film), "w"] = ("person", director), ("person", writer)
     for city in range(cities):
+        # The first cities are the capitals of the countries with the same numbers.
         country = city if city < countries else rng.randrange(countries)
         facts[("city", city), "c"] = ("country", country)
         facts[("city", city), "y"] = ("person", rng.randrange(2 * couples))
@@ -152,22 +152,23 @@ def draw_path(rng: random.Random, hops: int) -> str:
     """Sample a path: letters of different relations, each of which begins at the kind where the one before ends."""
     if not 1 <= hops <= MAX_HOPS:
         raise ValueError(f"`hops` is {hops}; give between 1 and {MAX_HOPS} look-ups.")
-    while True:
+    path = ""
+    while len(path) != hops:  # a path that cannot be continued is dropped
         path = rng.choice(list(RELATIONS))
-        while len(path) < hops:
-            following = [relation for relation in FOLLOWING[path[-1]] if relation not in path]
-            if not following:
-                break
+        following = FOLLOWING[path]
+        while following and len(path) < hops:
             path += rng.choice(following)
-        else:
-            return path
+            following = [relation for relation in FOLLOWING[path[-1]] if relation not in path]
+    return path
 
 
 def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entity]]:
     """Return groups of two entities that get similar names. They are of the same kind, and people of the same sex."""
     groups: dict[tuple[str, int, int], list[Entity]] = {}
     for kind, number in entities:
-        key = (kind, number // 4, number % 2) if kind == "person" else (kind, number // 2, 0)
+        key = (kind, number // 2, 0)
+        if kind == "person":  # two people of one sex, from consecutive couples
+            key = (kind, number // 4, number % 2)
         groups.setdefault(key, []).append((kind, number))
     return groups
 
@@ -195,7 +196,8 @@ def draw_question(rng: random.Random, hops: int) -> str:
 # Rows of a prompt share their world, and every search needs it again, so it is cached.
 @lru_cache(maxsize=4096)
 def puzzle(question: str, seed: int) -> Puzzle:
-    """Build the world of a short question and a seed. Wrong passages of the last two searches mislead."""
+    """Build the world of a short question and a seed. In the last two searches, the second passage leads to a wrong
+    entity."""
     name, path = split_question(question)
     rng = random.Random(f"puzzle/{question}/{seed}")
     while True:
@@ -205,20 +207,30 @@ def puzzle(question: str, seed: int) -> Puzzle:
             continue
         start = rng.choice(starts)
         others = [entity for entity in world.entities if entity != start]
-        names = dict(zip(others, rng.sample(LETTERS.replace(name, ""), len(others)), strict=True)) | {start: name}
+        letters = rng.sample(LETTERS.replace(name, ""), len(others))
+        names = {start: name, **dict(zip(others, letters, strict=True))}
         facts = {names[subject] + relation: names[found] for (subject, relation), found in world.facts.items()}
         chain = tuple(names[entity] for entity in world.walk(start, path))
-        queries = [chain[-3] + path[-2], chain[-2] + path[-1]]
-        misleading = {facts[retrieve(facts, query)[1]] for query in queries}
-        if not misleading & {*chain[-2:]}:
+        wrong = []
+        for query in (chain[-3] + path[-2], chain[-2] + path[-1]):
+            _, second = retrieve(facts, query)
+            wrong.append(facts[second])
+        if set(wrong).isdisjoint(chain[-2:]):
             return Puzzle(facts, chain)
 
 
 def retrieve(facts: dict[str, str], query: str) -> list[str]:
     """Return the keys of the [`PASSAGES`] facts nearest to a query: first by relation, then by nearest letter."""
-    name, relation, *_ = *filter(str.isalpha, query), "", ""
-    alike = [key for key in facts if relation and (key[0] == name or key[1] == relation)]
-    return sorted(alike, key=lambda key: (key[1] != relation, abs(ord(key[0]) - ord(name))))[:PASSAGES]
+    letters = [character for character in query if character.isalpha()]
+    if len(letters) < 2:
+        return []
+    name, relation = letters[:2]
+
+    def distance(key: str) -> tuple[bool, int]:
+        return key[1] != relation, abs(ord(key[0]) - ord(name))
+
+    alike = [key for key in facts if key[0] == name or key[1] == relation]
+    return sorted(alike, key=distance)[:PASSAGES]
 
 
 # --- English, for real models ----------------------------------------------------------------------------------------
@@ -274,19 +286,20 @@ class EnglishWorld:
         all_stems = [onset + rime for onset, rime in itertools.product(ONSETS, RIMES)]
         stems = iter(rng.sample(all_stems, len(groups)))
         similar_nouns = list(zip(NOUNS[::2], NOUNS[1::2], strict=True))
-        all_titles = [(adjective, *nouns) for adjective, nouns in itertools.product(ADJECTIVES, similar_nouns)]
+        all_titles = list(itertools.product(ADJECTIVES, similar_nouns))
         titles = iter(rng.sample(all_titles, len(all_titles)))
         names: dict[Entity, str] = {}
-        for (kind, _, odd), members in groups.items():
+        for (kind, _, is_woman), members in groups.items():
             if kind == "film":
-                adjective, *nouns = next(titles)
-                names |= {film: f"{adjective} {noun}" for film, noun in zip(members, nouns, strict=False)}
-                continue
-            given = ""
-            if kind == "person":
-                given = f"{rng.choice(WOMEN if odd else MEN)} "
-            stem = next(stems)
-            names |= {m: f"{given}{stem}{end}" for m, end in zip(members, ENDINGS[kind], strict=False)}
+                adjective, endings = next(titles)
+                start = f"{adjective} "
+            else:
+                first_name = ""
+                if kind == "person":
+                    first_name = f"{rng.choice(WOMEN if is_woman else MEN)} "
+                start, endings = first_name + next(stems), ENDINGS[kind]
+            for member, ending in zip(members, endings, strict=False):  # a group may have only one member
+                names[member] = start + ending
         return names
 
     def corpus(self) -> list[dict[str, str]]:
@@ -321,14 +334,15 @@ class EnglishWorld:
         """
         rows: dict[str, dict[str, Any]] = {}
         rng = random.Random(f"questions/{self.seed}/{seed}")
-        for row in itertools.islice(self._draws(rng, hops), 100 * HELD_OUT_ONE_IN * (number + 1)):
+        max_tries = 100 * HELD_OUT_ONE_IN * (number + 1)  # far more than a world with enough questions needs
+        for row in itertools.islice(self._random_rows(rng, hops), max_tries):
             if len(rows) == number:
                 return list(rows.values())
             if is_held_out(row["question"]) == held_out:
                 rows[row["question"]] = row
         raise ValueError(f"`number` is {number}, but there are only about {len(rows)} such questions; ask for fewer.")
 
-    def _draws(self, rng: random.Random, hops: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    def _random_rows(self, rng: random.Random, hops: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         while True:
             path = draw_path(rng, rng.choice(hops))
             start = rng.choice([entity for entity in self.world.entities if entity[0] == RELATIONS[path[0]].source])
@@ -342,8 +356,11 @@ class EnglishWorld:
 
     def _passage(self, entity: Entity) -> str:
         kind, number = entity
-        known = {r: self.names[o] for (subject, r), o in self.world.facts.items() if subject == entity}
         name = self.names[entity]
+        known = {}
+        for (subject, relation), found in self.world.facts.items():
+            if subject == entity:
+                known[relation] = self.names[found]
         if kind == "film":
             return f"{name} is a film. Its director is {known['d']} and its writer is {known['w']}."
         if kind == "city":

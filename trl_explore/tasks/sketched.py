@@ -5,6 +5,7 @@ an answer that follows the sketch `a`, and `P!` for a list of different answers,
 only the plain problem `P`.
 """
 
+import itertools
 import random
 import re
 from abc import abstractmethod
@@ -17,7 +18,7 @@ from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.held_out import HeldOutTask, as_prompts, different, is_held_out
 
 SKETCH_MARK, SOLVE_MARK, LIST_MARK = "?", "|", "!"
-MARKS = re.compile(f"([{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}])")
+MARKS = re.compile(f"[{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}]")
 SEPARATOR = ";"
 # Repeated samples after which a list of different texts ends early, because a problem may have too few.
 MAX_REPEATS = 200
@@ -27,7 +28,7 @@ class SketchedTask(HeldOutTask):
     """Task whose problems also have SESA's formats. Subclasses are frozen dataclasses with these attributes."""
 
     name: str
-    num_candidates: int  # answers in a list, and the most sketches of one problem
+    num_candidates: int  # number of answers in a list, and maximum number of sketches per problem
     warm_start_steps: int  # supervised steps until a tiny model has converged
     # Shares of plain answers, sketches, answers to a sketch, and lists in the demonstrations. A long list makes all
     # rows of its batch long, so a task whose `mode` needs no lists sets their share to 0.
@@ -83,7 +84,7 @@ class SketchedTask(HeldOutTask):
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
         problems = different(
-            iter(lambda: self.draw(rng), None),
+            (self.draw(rng) for _ in itertools.count()),
             num_examples,
             lambda problem: self.is_held_out(problem) == held_out,
             name=self.name,
@@ -105,11 +106,13 @@ class SketchedTask(HeldOutTask):
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
         # Split at the first mark only, because a model's sketch may follow it and contain marks too.
-        problem, mark, sketches = [*MARKS.split(prompt, maxsplit=1), "", ""][:3]
+        problem, mark, sketches = prompt, "", ""
+        if match := MARKS.search(prompt):
+            problem, mark, sketches = prompt[: match.start()], match[0], prompt[match.end() :]
         if mark == SKETCH_MARK:
-            fresh = distinct(lambda: self.sketch(problem, rng), 1, sketches.split(SEPARATOR))
-            if fresh:
-                return fresh[0]
+            new_sketches = distinct(lambda: self.sketch(problem, rng), 1, sketches.split(SEPARATOR))
+            if new_sketches:
+                return new_sketches[0]
             return self.sketch(problem, rng)
         if mark == LIST_MARK:
             return SEPARATOR.join(distinct(lambda: self.attempt(problem, rng), self.num_candidates))

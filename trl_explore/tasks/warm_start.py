@@ -21,7 +21,8 @@ from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build
 
 CACHE_VERSION = 2  # increase it when the training, the tokenizer or the sampling of problems from seeds changes
 BATCH_SIZE = 32
-LEARNING_RATE, ITS_WIDTH = 3e-3, 64
+LEARNING_RATE = 3e-3  # for models up to the width below; wider models need a lower rate
+LEARNING_RATE_WIDTH = 64
 WARMUP_STEPS = 20
 FINAL_LEARNING_RATE_SHARE = 0.05
 IGNORED = -100  # label that the loss skips
@@ -115,7 +116,7 @@ def train(
     progress: bool,
 ) -> None:
     device = model.device
-    rate = LEARNING_RATE * min(1.0, ITS_WIDTH / model.config.hidden_size)
+    rate = LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / model.config.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
     model.train()
@@ -164,9 +165,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> 
     texts = [f"{USER}{prompt}{ASSISTANT}{completion}{EOS}" for prompt, completion in pairs]
     encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)
-    user, assistant = (input_ids == tokenizer.convert_tokens_to_ids(mark) for mark in (USER, ASSISTANT))
+    is_user_mark = input_ids == tokenizer.convert_tokens_to_ids(USER)
+    is_assistant_mark = input_ids == tokenizer.convert_tokens_to_ids(ASSISTANT)
     # Turns alternate and the user begins, so the counts of both marks are equal in the assistant's turns.
-    by_assistant = (assistant.cumsum(1) >= user.cumsum(1)) & ~assistant & attention_mask.bool()  # (B, P+C)
+    in_assistant_turn = is_assistant_mark.cumsum(1) >= is_user_mark.cumsum(1)
+    by_assistant = in_assistant_turn & ~is_assistant_mark & attention_mask.bool()  # (B, P+C)
     labels = input_ids.masked_fill(~by_assistant, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 

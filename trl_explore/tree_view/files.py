@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Fields of a dumped tree that the views read. Other fields are not checked.
 _Types = tuple[type, ...]
 _NUMBER: _Types = (int, float)
-_OPTIONAL: _Types = (int, float, type(None))
+_OPTIONAL_NUMBER: _Types = (int, float, type(None))
+# Fields of a dumped tree that the views read. Other fields are not checked.
 _TREE_FIELDS: dict[str, _Types] = {
     "step": (int,),
     "index": (int,),
@@ -16,9 +16,9 @@ _TREE_FIELDS: dict[str, _Types] = {
     "prompt_tokens": (int,),
     "iterations": (int,),
     "generated_tokens": (int,),
-    "success_ratio": _OPTIONAL,
+    "success_ratio": _OPTIONAL_NUMBER,
     "reason": (str,),
-    "baseline": _OPTIONAL,
+    "baseline": _OPTIONAL_NUMBER,
     "nodes": (list,),
 }
 _NODE_FIELDS: dict[str, _Types] = {
@@ -28,13 +28,13 @@ _NODE_FIELDS: dict[str, _Types] = {
     "visits": (int,),
     "value": _NUMBER,
     "q": _NUMBER,
-    "credit": _OPTIONAL,
-    "entropy": _OPTIONAL,
+    "credit": _OPTIONAL_NUMBER,
+    "entropy": _OPTIONAL_NUMBER,
     "terminal": (bool,),
     "finished": (bool,),
     "direct": (bool,),
-    "outcome": _OPTIONAL,
-    "reward": _OPTIONAL,
+    "outcome": _OPTIONAL_NUMBER,
+    "reward": _OPTIONAL_NUMBER,
     "rewards": (list, type(None)),
     "iteration": (int,),
     "result": (int, type(None)),
@@ -78,10 +78,13 @@ def _problem_with(record: Any) -> str | None:
         if problem:
             return f"node {index}: {problem}"
         for reward in node["rewards"] or []:
-            if not isinstance(reward, _OPTIONAL):
+            if not isinstance(reward, _OPTIONAL_NUMBER):
                 return f"node {index}: 'rewards' cannot hold a {type(reward).__name__}"
         parent = node["parent"]
-        if (parent is None) != (index == 0) or (parent is not None and not 0 <= parent < index):
+        is_valid = parent is not None and 0 <= parent < index
+        if index == 0:
+            is_valid = parent is None
+        if not is_valid:
             return f"node {index}: 'parent' is {parent}; node 0 has none, and others come after theirs"
     return None
 

@@ -19,7 +19,7 @@ def _read(name: str) -> str:
 def render_page(context: dict[str, Any]) -> str:
     """Render the template of the page with the variables in `context`."""
     script, style = "\n" + _read("page.js"), "\n" + _read("page.css")
-    # The content security policy allows only the script with this hash, in case that some text is not escaped.
+    # The page allows only the script with this hash. So a text that is not escaped still cannot run a script.
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _ENVIRONMENT.from_string(_read("page.html"))
     return template.render(context, script=script, script_hash=script_hash, style=style)

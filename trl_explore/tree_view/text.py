@@ -233,6 +233,7 @@ def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
     node = record["nodes"][index]
     text, tokens = _text_and_tokens(index, record)
     strength = shade(node)
+    value_strength = shade(node | {"terminal": False})  # of the value, even if the node has an outcome
     ending = reward = rewards = ""
     if node["terminal"]:
         ending, reward = verdict(node), plain(node["reward"])
@@ -260,7 +261,7 @@ def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
         "result": node["result"],
         "is_good": strength > 0,
         "strength": f"{abs(strength):.3f}",
-        "value_strength": f"{abs(shade(node | {'terminal': False})):.3f}",
+        "value_strength": f"{abs(value_strength):.3f}",
     }
 
 

@@ -62,8 +62,8 @@ class ReplayBuffer:
             for row in tree.rows:
                 outcome = tree.nodes[row].outcome
                 succeeded.append(outcome is None or outcome > 0)  # no reward is not a failure
-            for position, which in replace_failures(succeeded, len(solutions)):
-                node, ids = tree.rows[position], solutions[which]
+            for row_number, solution_number in replace_failures(succeeded, len(solutions)):
+                node, ids = tree.rows[row_number], solutions[solution_number]
                 # A solution that a length limit cut off has no end token.
                 trees[i] = exchange(trees[i], node, ids, finished=ids[-1] in self.policy.eos_token_ids)
                 placed.append((i, node))
@@ -74,9 +74,10 @@ class ReplayBuffer:
         verdicts = score(leaves)
         for (i, node), verdict in zip(placed, verdicts, strict=True):
             trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
-        replaced, skipped = self.policy.ranks.summed({"rows": len(placed), "prompts": sum(map(bool, cached))}).values()
-        self.policy.log_metric("replay/replaced_rows", replaced)
-        self.policy.log_metric("replay/prompts", skipped)
+        num_prompts = sum(bool(solutions) for solutions in cached)
+        total = self.policy.ranks.summed({"rows": len(placed), "prompts": num_prompts})
+        self.policy.log_metric("replay/replaced_rows", total["rows"])
+        self.policy.log_metric("replay/prompts", total["prompts"])
         return trees
 
     def remember(self, trees: list[Tree]) -> None:

@@ -24,7 +24,8 @@ def overlong_penalty(length: int, *, max_completion_length: int, buffer: int, pe
     `buffer` tokens before `max_completion_length`."""
     if not buffer:
         return 0.0
-    return -max(0, length - (max_completion_length - buffer)) / buffer * penalty
+    tokens_in_buffer = max(0, length - (max_completion_length - buffer))
+    return -tokens_in_buffer / buffer * penalty
 
 
 def tree_advantages(
@@ -87,16 +88,16 @@ def tree_advantages(
         baseline = statistics.fmean(scores.values())
         if normalization == "mean_std":
             scale = statistics.pstdev(scores.values()) + 1e-6
-    silent = skip_uniform and is_uniform(tree)
+    is_skipped = skip_uniform and is_uniform(tree)
     advantages = []
     for row in tree.rows:
         tokens: list[float] = []
         for index in tree.path(row):
-            credited = index if credit == "value" else row
-            worth = node_credit(tree, credited, q_temperature=q_temperature, q_max=q_max)
+            credited_node = index if credit == "value" else row
+            token_credit = node_credit(tree, credited_node, q_temperature=q_temperature, q_max=q_max)
             advantage = 0.0
-            if not silent and row in scores:
-                advantage = (worth + penalties[row] - baseline) / scale
+            if not is_skipped and row in scores:
+                advantage = (token_credit + penalties[row] - baseline) / scale
             tokens += [advantage] * len(tree.nodes[index].token_ids)
         advantages.append(tokens)
     return advantages

@@ -90,9 +90,13 @@ class TreeExplorer(Explorer):
                 decay_min=self.args.q_decay_min,
                 skip=skip,
                 direct_fn=partial(self._sample_nodes, entropies=False),
-                any_active=lambda here: bool(self.policy.ranks.gathered(here).any()),
+                any_active=self._any_process,
                 tell_begun=True,
             )
+
+    def _any_process(self, is_true: bool) -> bool:
+        """Return whether any process passed True. Every process must call it."""
+        return bool(self.policy.ranks.gathered(is_true).any())
 
     def _sample_nodes(
         self,
@@ -127,15 +131,15 @@ class TreeExplorer(Explorer):
             return []
         args, verdicts = self.args, []
         deciding = self.scorer.success(torch.tensor(rewards, dtype=torch.float32)).tolist()
-        for leaf, reward, given, columns in zip(leaves, deciding, rewards, logged, strict=True):
+        for leaf, deciding_reward, raw_rewards, columns in zip(leaves, deciding, rewards, logged, strict=True):
             outcome = terminal_outcome(
-                reward,
+                deciding_reward,
                 finished=leaf.finished,
                 success_threshold=args.success_threshold,
                 incomplete_score=args.incomplete_score,
             )
-            graded = reward if args.reward_mapping == "scaled" else None
-            verdicts.append(Verdict(outcome=outcome, reward=graded, rewards=tuple(given), extra=columns))
+            graded = deciding_reward if args.reward_mapping == "scaled" else None
+            verdicts.append(Verdict(outcome=outcome, reward=graded, rewards=tuple(raw_rewards), extra=columns))
         return verdicts
 
     def _explored(self, number: int, tree: Tree) -> Explored:

@@ -10,7 +10,7 @@ from trl_explore.trees.search import Limits, Tree, frontier
 if TYPE_CHECKING:
     from trl_explore.trainers.tree_grpo_config import TreeGRPOConfig
 
-# Names of the sums. All processes must add them up in the same order.
+# Names of the sums, in two lines for brevity. All processes must add them up in the same order.
 SUMS = (
     *("trees", "grown", "rows", "iterations", "nodes", "depth", "frontier", "direct", "row_depth", "searched"),
     *("entropy", "successes", "solved", "uniform", "generated", "trained", "distinct"),
@@ -62,7 +62,7 @@ def tree_counts(searched: Sequence[Tree], trained: Sequence[Tree], limits: Limit
 
 
 FIRST_BATCHES = 8  # number of batches after which `NarrowSearch` may warn
-FEW, MOST = 0.1, 0.9  # shares of the trees of these batches
+FEW, MOST = 0.1, 0.9  # limits of `NarrowSearch`, as shares of the trees of these batches
 
 AVERAGES = {
     # metric: (sum, divisor)
@@ -96,7 +96,7 @@ class NarrowSearch:
     """
     Warns once if nearly every tree contains copies of one completion.
 
-    Then only noise is left to train, but the optimizer still makes steps of full size.
+    Such trees train nothing but noise, and the optimizer still makes steps of full size.
     """
 
     def __init__(self, args: "TreeGRPOConfig") -> None:
@@ -112,9 +112,10 @@ class NarrowSearch:
             args = self.args
             warnings.warn(
                 f"In the first {FIRST_BATCHES} batches {uniform:.0%} of the search trees ended with completions that "
-                f"were all right ({solved:.0%}) or all wrong, although the reward tells prompts apart. They train "
-                "nothing, and the few others decide every update, which can unlearn what the model knew. Likely the "
-                f"search goes on beside its first completion: lower `depth_weight` (now {args.depth_weight:g}), or "
-                f"raise `node_length` (now {args.limits().node_length}), or take `selection='uct'`.",
+                f"were all right ({solved:.0%}) or all wrong, although the model solves some prompts and not others. "
+                "These trees train nothing. The few other trees decide every update, so the model can unlearn what it "
+                "knew. Probably each search only samples variants of its first completion: lower `depth_weight` (now "
+                f"{args.depth_weight:g}), or raise `node_length` (now {args.limits().node_length}), or set "
+                "`selection='uct'`.",
                 stacklevel=2,
             )

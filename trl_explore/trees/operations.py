@@ -43,21 +43,22 @@ def select(
     of equal ones. If the frontier is empty, return the parent of the best terminal node that was not backed up yet, or
     None if there is none."""
     weights = dict(quality_weight=quality_weight, entropy_weight=entropy_weight, depth_weight=depth_weight)
-    of_siblings: dict[int, float] = {}  # score without entropy by parent; siblings share it
+    # Siblings have the same score except for their entropies. For speed, compute the equal part once per parent.
+    shared_scores: dict[int, float] = {}  # score without entropy, by parent
 
     def score(index: int) -> float:
         node = tree.nodes[index]
-        if node.parent not in of_siblings:
+        if node.parent not in shared_scores:
             parent_q = 0.0 if index == ROOT else tree.nodes[node.parent].q
-            of_siblings[node.parent] = frontier_score(
+            shared_scores[node.parent] = frontier_score(
                 parent_q, 0.0, node.depth, max_depth=limits.max_depth, depth_bonus=depth_bonus, **weights
             )
-        return of_siblings[node.parent] + entropy_weight * node.entropy
+        return shared_scores[node.parent] + entropy_weight * node.entropy
 
     open_nodes = frontier(tree, limits)
     if not open_nodes:
         return _parent_of_left_over(tree)
-    return max(open_nodes, key=score)
+    return max(open_nodes, key=score)  # the first, so the oldest, of equal nodes
 
 
 def select_random(tree: Tree, limits: Limits) -> int | None:
@@ -81,16 +82,16 @@ def select_uct(tree: Tree, limits: Limits, *, coef: float = 2.0) -> int | None:
     """Select a node from the root down by upper confidence bounds. This is the ablation of [`select`]. Return the
     first node on the way that may get children, or that has a terminal child that was not backed up yet. Return None
     if there is none."""
-    left_over = {tree.nodes[index].parent for index in tree.candidates}
-    useful = [node.index in left_over for node in tree.nodes]
-    for index in frontier(tree, limits):
-        useful[index] = True
-    stops = list(useful)  # nodes that may be returned; after the loop, `useful` also marks their ancestors
-    for node in reversed(tree.nodes[1:]):
-        useful[node.parent] |= useful[node.index]
+    targets = set(frontier(tree, limits))  # nodes that may be returned
+    for index in tree.candidates:
+        targets.add(tree.nodes[index].parent)
+    leads_to_target = [node.index in targets for node in tree.nodes]
+    for node in reversed(tree.nodes[1:]):  # children before their parents
+        if leads_to_target[node.index]:
+            leads_to_target[node.parent] = True
     index = ROOT
-    while not stops[index]:
-        children = [child for child in tree.nodes[index].children if useful[child]]
+    while index not in targets:
+        children = [child for child in tree.nodes[index].children if leads_to_target[child]]
         if not children:
             return None
         index = best_child(tree, children, coef=coef)
@@ -135,7 +136,7 @@ def choose_terminal(tree: Tree, candidates: Sequence[int]) -> int:
 
 
 def _with_nodes(tree: Tree, changed: dict[int, Node], added: Sequence[Node] = (), **fields: Any) -> Tree:
-    """Return the tree with some nodes changed, by index, with added nodes, and with other values of `fields`."""
+    """Return the tree with the nodes `changed` (by index) replaced, the nodes `added` appended, and `fields` set."""
     nodes = list(tree.nodes)
     for index, node in changed.items():
         nodes[index] = node
@@ -218,17 +219,14 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
         outcomes.append(node.outcome)
     scaled = scaled_outcomes(rewards, outcomes)
     changed = {}
-    moved = False
     for place, node in enumerate(scored):
-        value = None if scaled is None else scaled[place]
-        new = node._replace(scaled=value)
-        changed[node.index] = new
-        moved = moved or (new.worth != node.worth and place < len(scored) - 1)
+        changed[node.index] = node._replace(scaled=None if scaled is None else scaled[place])
     tree = _with_nodes(tree, changed)
-    if not moved:
+    backed_up = scored[:-1]
+    if all(changed[node.index].worth == node.worth for node in backed_up):
         return tree
     values: dict[int, float] = {}
-    for node in scored[:-1]:
+    for node in backed_up:
         path = tree.path(node.index)
         outcome = tree.nodes[node.index].worth
         assert outcome is not None
@@ -242,11 +240,12 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
 def with_virtual_loss(tree: Tree, index: int) -> Tree:
     """Return the tree as if a visit of the node `index` had failed. Use it to choose further nodes of an iteration, so
     that they differ from this node."""
-    failed = {}
+    changed = {}
     for place in (ROOT, *tree.path(index)):
         node = tree.nodes[place]
-        failed[place] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
-    return _with_nodes(tree, failed | {index: failed[index]._replace(terminal=True)})
+        changed[place] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
+    changed[index] = changed[index]._replace(terminal=True)  # a terminal node is not selected again
+    return _with_nodes(tree, changed)
 
 
 def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:

@@ -47,14 +47,14 @@ def tree_record(
             outcomes.append(end.outcome)
         if end.worth is not None:
             worths.append(end.worth)
-    place = {node: position for position, node in enumerate(tree.rows)}
+    row_numbers = {node: number for number, node in enumerate(tree.rows)}
     nodes = []
     for node in tree.nodes:
         weighted: list[float] = []
         rewards: list[float | None] = []
         for reward in node.rewards:
             rewards.append(None if math.isnan(reward) else reward)
-        for weight, reward in zip(reward_weights, node.rewards, strict=False):
+        for weight, reward in zip(reward_weights, node.rewards, strict=False):  # an unscored node has no rewards
             if not math.isnan(reward):
                 weighted.append(weight * reward)
         is_root = node.index == ROOT
@@ -78,7 +78,7 @@ def tree_record(
                 "reward": _sum(weighted),
                 "rewards": rewards or None,
                 "iteration": node.iteration,
-                "result": place.get(node.index),
+                "result": row_numbers.get(node.index),
             }
         )
     return {

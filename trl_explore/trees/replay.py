@@ -64,9 +64,11 @@ class SolutionCache:
         return []
 
     def refilter(self, prompt_ids: Sequence[int], success_ratio: float) -> bool:
-        """Drop a prompt if it is not hard any more: `success_ratio > threshold` (Eq. 12). Return whether the cache had
-        it."""
-        return success_ratio > self.threshold and self._solutions.pop(tuple(prompt_ids), None) is not None
+        """Drop a prompt if it is not hard any more: `success_ratio > threshold` (Eq. 12). Return whether a prompt was
+        dropped."""
+        if success_ratio <= self.threshold:
+            return False
+        return self._solutions.pop(tuple(prompt_ids), None) is not None
 
     def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
         """Return a copy of the completions of a prompt, oldest first."""

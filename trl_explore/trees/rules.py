@@ -26,7 +26,7 @@ def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list
 
     Args:
         rewards (`Sequence[float]`):
-            Rewards of the completions of a prompt, at least one, `[G]`. None is NaN.
+            Rewards of the completions of a prompt, `[G]`. There is at least one, and no reward is NaN.
         outcomes (`Sequence[float]`):
             [`terminal_outcome`] of each completion, `[G]`. The result of a failure is at least this outcome, so that
             `incomplete_score` keeps its effect.
@@ -41,7 +41,9 @@ def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list
     scaled = []
     for reward, outcome in zip(rewards, outcomes, strict=True):
         value = 2 * (reward - lowest) / (highest - lowest) - 1
-        scaled.append(max(value, outcome) if outcome < 0 else value)
+        if outcome < 0:
+            value = max(value, outcome)
+        scaled.append(value)
     return scaled
 
 

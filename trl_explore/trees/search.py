@@ -83,8 +83,8 @@ def search(
     Grow one tree per prompt. All trees grow together.
 
     Each iteration calls `sample_fn` once and `value_fn` once for all trees, also on a process whose trees are
-    finished. Each finished tree has exactly `limits.num_results` results. If a search ends with fewer, scored terminal
-    nodes that were not backed up yet become results, and after them direct rollouts from the root.
+    finished. Each finished tree has exactly `limits.num_results` results. If a search ends with fewer, the tree is
+    filled up: first with scored terminal nodes that were not backed up yet, then with direct rollouts from the root.
 
     Args:
         roots (`Sequence[list[int]]`):
@@ -122,11 +122,11 @@ def search(
         visits = {i: tree.current for i, tree in enumerate(trees) if tree.current}
         if not any_active(bool(visits)):
             break
-        num_nodes = {i: len(trees[i].nodes) for i in visits}
+        num_nodes = {i: len(trees[i].nodes) for i in visits}  # before this iteration
         trees = _sample_children(trees, visits, sample_fn, limits, tell_begun=tell_begun)
         new: dict[int, list[int]] = {}  # new terminal nodes by tree
-        for i, before in num_nodes.items():
-            new[i] = [node.index for node in trees[i].nodes[before:] if node.terminal]
+        for i in visits:
+            new[i] = [node.index for node in trees[i].nodes[num_nodes[i] :] if node.terminal]
         trees = _score(trees, new, value_fn)
         for i, nodes in visits.items():
             trees[i] = _advance(trees[i], nodes, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
@@ -209,12 +209,14 @@ def _advance(
     reason = "empty frontier"
     seen = tree  # the tree as if visits of the nodes chosen so far had failed, so that the next choice differs
     following: list[int] = []
-    walkers: list[int | None] = [*nodes, *[None] * (limits.parallel - len(nodes))]
-    for walker in walkers:
-        chosen = _next(seen, walker, limits, select_fn=select_fn, uct_coef=uct_coef)
+    num_missing = limits.parallel - len(nodes)  # visits without a node to continue from: `_next` selects one
+    starts: list[int | None] = [*nodes, *[None] * num_missing]
+    for start in starts:
+        chosen = _next(seen, start, limits, select_fn=select_fn, uct_coef=uct_coef)
         if chosen is None or chosen in following:
             continue
-        if not _candidates_below(tree, chosen) and _request(tree, chosen, limits)[1] == 0:
+        _, num_children = _request(tree, chosen, limits)
+        if num_children == 0 and not _candidates_below(tree, chosen):
             reason = "tokens"
             continue
         following.append(chosen)

@@ -30,7 +30,7 @@ class Node(NamedTuple):
     visits: int = 0
     value: float = 0.0  # sum of the decayed outcomes that were backed up through it
     outcome: float | None = None  # of a terminal node: +1, -1 or `incomplete_score`; None without a reward
-    reward: float | None = None  # of a terminal node, if outcomes are scaled to the tree's rewards
+    reward: float | None = None  # of a terminal node; None unless `reward_mapping="scaled"`, which scales outcomes
     scaled: float | None = None  # outcome on the scale of the tree's rewards, in [-1, 1]; None if they are equal
     rewards: tuple[float, ...] = ()  # raw rewards of a terminal node, `[F]`
     extra: Mapping[str, Any] = MappingProxyType({})  # values that reward functions logged, by column
@@ -125,14 +125,16 @@ class Limits:
     max_tokens: int | None = None  # tokens that the search may sample, without direct rollouts; None for no limit
     min_width: int = 1  # least width, if the width decreases with depth
     parallel: int = 1  # number of nodes that an iteration visits
-    width_decay: int = 0  # decrease of the width per `max_depth / width` levels of depth
+    width_decay: int = 0  # decrease of the width after every `max_depth // width` levels
 
     def width_at(self, depth: int) -> int:
         """Return the largest number of children of a node at `depth`."""
         if not self.width_decay:
             return self.width
-        levels = max(1, self.max_depth // self.width)
-        return max(min(self.min_width, self.width), self.width - depth // levels * self.width_decay)
+        levels_per_decrease = max(1, self.max_depth // self.width)
+        num_decreases = depth // levels_per_decrease
+        least = min(self.min_width, self.width)
+        return max(least, self.width - num_decreases * self.width_decay)
 
     @property
     def deepest(self) -> int:
@@ -141,7 +143,7 @@ class Limits:
 
     @property
     def most_results(self) -> int:
-        """Number of terminal nodes that a tree can have, at most `num_results`."""
+        """Maximum number of terminal nodes of a tree, or `num_results` if that is smaller."""
         leaves = 1
         for depth in range(self.deepest):
             leaves *= self.width_at(depth)
@@ -159,7 +161,7 @@ class Leaf(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Outcome and rewards of a completion. The fields have the meaning of the fields of [`Node`]."""
+    """Outcome and rewards of a completion. The fields mean the same as in [`Node`]."""
 
     outcome: float | None
     reward: float | None = None
