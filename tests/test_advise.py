@@ -332,7 +332,7 @@ def test_a_run_of_auto_is_told_which_source_was_worth_most():
         finding.text
         == "At the start, `tree` gave most contrast per token (3.9 groups per 1,000 tokens, fresh prompts "
         "1.03); at the end, fresh prompts gave most contrast per token (1.97 groups per 1,000 tokens). The run "
-        "explored 49% of the prompts at the start, and 11% at the end."
+        "explored 30% of the prompts: 49% at the start, 11% at the end."
         for finding in found.findings
     )
     assert found.verdict.startswith("Exploration found more contrast per token than fresh prompts")
@@ -351,6 +351,13 @@ def test_a_run_of_auto_is_told_which_source_was_worth_most():
 )
 def test_a_run_of_auto_without_anything_worth_exploring(logs, verdict):
     assert advise(signs_of(logs)).verdict.startswith(verdict)
+
+
+def test_what_was_explored_in_the_middle_of_a_run_counts():
+    logs = explored(tree=(4e-3, 4e-3), share=(0, 0))
+    for entry in logs[len(logs) // 2 :][:3]:
+        entry["explore/share/tree"] = 1.0
+    assert advise(signs_of(logs)).verdict.startswith("Exploration found more contrast per token than fresh prompts")
 
 
 def test_a_source_starts_with_its_first_use():
@@ -463,14 +470,22 @@ def test_a_run_that_needs_no_change_gets_none(tmp_path, capsys):
         (None, "holds no trainer_state.json, nor do its checkpoints"),
         ("{", "is no state that a trainer wrote"),
         ("[]", "is no state that a trainer wrote"),
-        (json.dumps({"log_history": history(steps=5)}), "holds 5 logged training steps of GRPO, too few"),
-        (json.dumps({"log_history": [{"loss": 1.0}] * 20}), "holds 0 logged training steps of GRPO"),
+        (json.dumps({"log_history": history(steps=5)}), "holds 5 logged training steps, too few"),
+        (json.dumps({"log_history": [{"loss": 1.0}] * 20}), "holds 0 logged training steps"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "trainer_state.json").write_text(content)
     with pytest.raises(UsageError, match=message):
+        read_signs(tmp_path)
+
+
+@pytest.mark.parametrize("inner", ["grpo-seed0", "grpo-seed0/checkpoint-8"])
+def test_a_folder_of_runs_names_one_of_them(tmp_path, inner):
+    (tmp_path / inner).mkdir(parents=True)
+    (tmp_path / inner / "trainer_state.json").write_text(json.dumps({"log_history": history()}))
+    with pytest.raises(UsageError, match=f"holds several runs; pass one of them, for example '{tmp_path}/grpo-seed0'"):
         read_signs(tmp_path)
 
 

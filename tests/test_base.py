@@ -31,8 +31,11 @@ from world import (
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import LOSS_NORMALISERS, loss_mask, row_tokens, select_rows
 from trl_explore.trainers import (
+    AutoExploreConfig,
+    AutoExploreTrainer,
     BranPOConfig,
     DeepGRPOConfig,
+    DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
     SESAConfig,
@@ -717,6 +720,28 @@ def test_a_plain_grpo_config_gets_the_methods_defaults(tmp_path):
     assert isinstance(trainer.args, ExplorationConfig)
     assert trainer.args.drop_zero_advantage is False
     assert vars(args).items() <= vars(trainer.args).items()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "fields"),
+    [
+        (AutoExploreTrainer, ExplorationConfig, "`explore`"),
+        (AutoExploreTrainer, DeepGRPOConfig, "`num_branches`, `num_pivots`, .*"),
+        (ExplorationTrainer, DeepGRPOConfig, "`num_branches`, `num_pivots`, .*"),
+        (DeepGRPOTrainer, ExplorationConfig, "`success_threshold`"),
+    ],
+)
+def test_a_configuration_whose_fields_would_be_ignored_is_refused(tmp_path, trainer, config, fields):
+    name = trainer.config_class.__name__
+    message = (
+        f"type `{config.__name__}`, but `{trainer.__name__}` has other fields or defaults .{fields}.: use `{name}`"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_trainer(trainer, config, tmp_path)
+
+
+def test_a_configuration_that_loses_nothing_is_accepted(tmp_path):
+    assert make_trainer(ExplorationTrainer, AutoExploreConfig, tmp_path).args.explore == "auto"
 
 
 def test_a_trainer_made_without_init_has_its_defaults():

@@ -28,10 +28,11 @@ from transformers import (
 )
 from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
 
-from trl_explore.cli import main
+from trl_explore.cli import env, main
 from trl_explore.cli.train import parse_train_arguments, resume_command
 from trl_explore.compat import SEAMS
 from trl_explore.methods import METHODS
+from trl_explore.names import program_name
 from trl_explore.runs.inputs import (
     UsageError,
     check_earlier_run,
@@ -401,11 +402,31 @@ def test_env_lists_versions_methods_and_backends(capsys):
     assert lines["sampling with transformers"] == "yes"
 
 
-def test_env_prints_the_seams(capsys):
+def test_env_prints_the_seams_that_differ(capsys, monkeypatch):
+    start = "- parts of TRL and transformers that the trainers rely on: "
     assert main(["env"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
-    assert len(lines) == len(SEAMS) and lines[0] == "  - trl.GRPOTrainer.__init__ (trainers/base.py): fits"
-    assert "  - trl.generation.vllm_client.VLLMClient._post (use_vllm): fits" in lines
+    assert capsys.readouterr().out.splitlines()[-1] == f"{start}all {len(SEAMS)} are as expected"
+    served = "trl.generation.vllm_client.VLLMClient._post"
+    monkeypatch.setattr(env, "difference", lambda seam: "is gone" if seam.path == served else None)
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"{start}1 of {len(SEAMS)} differ",
+        f"  - {served} (use_vllm): is gone",
+    ]
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 2
+    assert "advise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_command_that_continues_is_found_by_the_shell(monkeypatch, on_path):
+    monkeypatch.setattr(sys, "argv", ["/env/bin/trl-explore", "quickstart"])
+    monkeypatch.setattr("shutil.which", lambda name: "/env/bin/trl-explore" if on_path else None)
+    assert program_name() == ("trl-explore" if on_path else "/env/bin/trl-explore")
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    assert program_name() == "trl-explore"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
-from .config import ExplorationConfig, upgrade_config
+from .config import ExplorationConfig, check_config_class, upgrade_config
 from .explorer_options import OwnOptions, own_options
 from .hooks import Hooks
 from .replaced import Replaced
@@ -137,6 +137,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
+        check_config_class(args, self.config_class, type(self).__name__)
         args = upgrade_config(args, self.config_class)
         self.check(args, tools=tools, environment_factory=environment_factory)
         requires = self.requirements(args)

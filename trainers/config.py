@@ -510,6 +510,32 @@ class ExplorationConfig(GRPOConfig):
             )
 
 
+def check_config_class(args: GRPOConfig, config_class: type["ExplorationConfig"], trainer: str) -> None:
+    """
+    Raise ValueError if `args` is the configuration of another trainer of this package, with other fields or defaults.
+
+    Otherwise, its fields would be ignored without a word. A plain `GRPOConfig` is accepted, and so is a subclass of
+    somebody else.
+    """
+    if not isinstance(args, ExplorationConfig):
+        return
+    specs = {spec.name: spec for spec in fields(config_class)}
+    different = []
+    if type(args).__module__.startswith(__package__):
+        different = [spec.name for spec in fields(args) if spec.name not in specs]
+    if not isinstance(args, config_class):
+        # The value of such a field is the default of `ExplorationConfig`, and not that of the method.
+        for spec in fields(ExplorationConfig):
+            if specs[spec.name].default != spec.default:
+                different.append(spec.name)
+    if different:
+        names = ", ".join(f"`{name}`" for name in different[:3]) + (", ..." if len(different) > 3 else "")
+        raise ValueError(
+            f"`args` has the type `{type(args).__name__}`, but `{trainer}` has other fields or defaults ({names}): "
+            f"use `{config_class.__name__}`."
+        )
+
+
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     """
     Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. `__post_init__` does not

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -172,3 +173,11 @@ def explain_fields(cls: T) -> T:
 
     cls.__init__ = checked  # type: ignore[misc]
     return cls
+
+
+def program_name() -> str:
+    """Return the word that starts `trl-explore` in a shell: its path if the shell does not find its name."""
+    path = sys.argv[0]
+    if Path(path).name == "trl-explore" and shutil.which("trl-explore") is None:
+        return path
+    return "trl-explore"

@@ -14,10 +14,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 PICTURE = RESULTS / "lead.png"
 # A reader of the README knows none of our names for the problems.
 WORDS = {
-    "deep_ends": "eight choices in a row,\na wrong one ends the answer",
-    "dead_ends": "five choices in a row,\na wrong one ends the answer",
-    "late_code": "an easy answer with one\nrare choice near its end",
-    "many_solutions": "Countdown: many solutions,\ngroups have contrast",
+    "deep_ends": "deep_ends:\neight choices in a row,\na wrong one ends the answer",
+    "dead_ends": "dead_ends:\nfive choices in a row,\na wrong one ends the answer",
+    "late_code": "late_code:\nan easy answer with one\nrare choice near its end",
+    "many_solutions": "many_solutions:\nCountdown: many solutions,\ngroups have contrast",
 }
 
 
@@ -50,7 +50,7 @@ def draw() -> None:
             axis.errorbar(mean, place + shift, xerr=half, markersize=7, capsize=3, linestyle="", **style)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_yticks(range(len(found)), [WORDS[name] for name in reversed(found)])
-    axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens")
+    axis.set_xlabel("points of accuracy above tuned GRPO,\nfor the same number of generated tokens")
     axis.legend(loc="lower right", fontsize=9, frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

@@ -88,8 +88,8 @@ def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
         limits = f"limited by {' and '.join(found.limits)}" if found.limits else "not admitted"
         _name_rows(axis, names, f"{found.regime.name}: {label(found.regime.metric)},\n{limits}")
     figure.supxlabel(
-        f"points more than GRPO along the curve, 95 % intervals; filled: equal generated tokens, hollow: equal "
-        f"{shown[0].costs[shown[0].seconds]}; grey: rivals, blue: methods",
+        f"points above GRPO along the curve, 95 % intervals\nfilled: equal generated tokens, hollow: equal "
+        f"{shown[0].costs[shown[0].seconds]}\ngrey: rivals, blue: methods",
         fontsize=11,
     )
     return _save(figure, path)
@@ -111,7 +111,7 @@ def draw_frontiers(results: Sequence[Results], path: Path) -> Path | None:
     shown = [found for found in results if found.places()]
     if not shown:
         return None
-    figure, axes = _panels(len(shown), 4.6)
+    figure, axes = _panels(len(shown), 5.2)
     for axis, found in zip(axes, shown, strict=True):
         first, second = found.axes or ("", "")
         places = found.places()

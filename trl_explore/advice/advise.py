@@ -15,7 +15,7 @@ CUT = 0.1  # share of completions that are cut off, from which a finding reports
 MANY_CUT = 0.3  # share of completions that are cut off, from which this is the verdict
 LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
 FALL = 0.02  # decrease of pass@k above which it counts as falling
-EXPLORED = 0.02  # share of explored prompts below which exploring did not matter in a run
+EXPLORED = 0.02  # share of explored prompts below which a run does not show whether exploring helps
 CONTRAST = "docs/evidence.md#do-groups-have-contrast"
 NO_CONTRAST = {
     "start": "docs/evidence.md#does-nearly-every-sample-fail",
@@ -127,11 +127,11 @@ def _advise_explore(signs: Signs, findings: list[Finding]) -> Advice:
     """Return the advice on a run with the field `explore`."""
     best_sources = {_worth_most(signs, end) for end in ENDS}
     an_explorer_was_best = bool(best_sources - {None, PLAIN})
-    explored = signs.explored
+    explored = signs.explored_in_all
     if not an_explorer_was_best:
         verdict = f"No explorer found more contrast per token than fresh prompts: {KEEP_GRPO}"
         return Advice(signs, findings, verdict, WHICH_METHOD)
-    if explored is None or max(explored) < EXPLORED:
+    if explored is None or explored < EXPLORED:
         verdict = (
             f"Less than {EXPLORED:.0%} of the prompts were explored, so this run does not show whether exploring "
             f"helps: {KEEP_GRPO}"
@@ -302,7 +302,9 @@ def _source_findings(signs: Signs) -> Iterator[Finding]:
     shown = "; ".join(parts)
     text = f"{shown[0].upper()}{shown[1:]}."
     if signs.explored is not None:
-        text += f" The run explored {signs.explored.start:.0%} of the prompts at the start, and "
+        text += (
+            f" The run explored {signs.explored_in_all:.0%} of the prompts: {signs.explored.start:.0%} at the start, "
+        )
         text += f"{signs.explored.end:.0%} at the end."
     yield Finding(text, WHICH_METHOD)
 

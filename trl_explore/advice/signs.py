@@ -68,6 +68,8 @@ class Signs:
             of a source is its first use.
         explored (`Pair`, *optional*):
             Share of the prompts that a run with the field `explore` explored.
+        explored_in_all (`float`, *optional*):
+            The same share over all logged steps.
         solved (`dict[str, Pair]`, *optional*, defaults to `{}`):
             Share of the explored prompts that were solved, by explorer. The start of an explorer is its first use.
     """
@@ -84,6 +86,7 @@ class Signs:
     threshold: str | None = None
     sources: dict[str, Pair] = field(default_factory=dict)
     explored: Pair | None = None
+    explored_in_all: float | None = None
     solved: dict[str, Pair] = field(default_factory=dict)
 
     @property
@@ -184,6 +187,10 @@ def find_state(path: Path) -> Path:
     for place in [path, *newest_first]:
         if (place / STATE).is_file():
             return place / STATE
+    inner = sorted(path.glob(f"*/{STATE}")) or sorted(path.glob(f"*/checkpoint-*/{STATE}"))
+    if inner:
+        run = path / inner[0].relative_to(path).parts[0]
+        raise UsageError(f"{str(path)!r} holds several runs; pass one of them, for example {str(run)!r}")
     raise UsageError(
         f"{str(path)!r} holds no {STATE}, nor do its checkpoints; every checkpoint has one: set `save_steps`"
     )
@@ -195,8 +202,8 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
     steps = [entry for entry in history if "reward" in entry and "completions/mean_length" in entry]
     if len(steps) < FEWEST_STEPS:
         raise UsageError(
-            f"{name!r} holds {len(steps)} logged training steps of GRPO, too few to say anything: {FEWEST_STEPS} are "
-            "needed; train longer, or lower `logging_steps`"
+            f"{name!r} holds {len(steps)} logged training steps, too few to say anything: {FEWEST_STEPS} are needed; "
+            "train longer, or lower `logging_steps`"
         )
     part = max(1, len(steps) // SHARE)
     names = set()
@@ -207,6 +214,7 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         pair = Pair(_mean(steps[:part], key), _mean(steps[-part:], key))
         if not any(map(math.isnan, pair)):
             values[key] = pair
+    shares = _explored_shares(steps)
     return Signs(
         steps=int(steps[-1].get("step", len(steps))),
         values=values,
@@ -217,7 +225,8 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         unpaid=_unpaid(steps),
         threshold=threshold_note(steps),
         sources=_by_source(steps, CONTRAST_PER_TOKEN, part),
-        explored=_explored(steps, part),
+        explored=Pair(fmean(shares[:part]), fmean(shares[-part:])) if shares else None,
+        explored_in_all=fmean(shares) if shares else None,
         solved=_by_source(steps, SOLVED, part),
     )
 
@@ -260,16 +269,14 @@ def _by_source(steps: Sequence[Mapping[str, Any]], prefix: str, part: int) -> di
     return pairs
 
 
-def _explored(steps: Sequence[Mapping[str, Any]], part: int) -> Pair | None:
-    """Return the share of the prompts that were explored, by all explorers together. None if this is not logged."""
+def _explored_shares(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the share of the prompts that all explorers together explored, for each step that logs it."""
     totals = []
     for entry in steps:
         shares = [value for key, value in entry.items() if key.startswith(SHARE_EXPLORED)]
         if shares:
             totals.append(sum(shares))
-    if not totals:
-        return None
-    return Pair(fmean(totals[:part]), fmean(totals[-part:]))
+    return totals
 
 
 def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float]:

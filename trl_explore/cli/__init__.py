@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None:
         argv = sys.argv[1:]
+    if not argv:
+        _build_parser().print_help(sys.stderr)
+        return 2
     try:
         with without_noise():
             try:

@@ -8,6 +8,7 @@ from typing import Any
 from trl_explore.cli.flags import FlagParser
 from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
+from trl_explore.names import program_name
 from trl_explore.runs.arguments import read_config
 
 DESCRIPTION = """\
@@ -115,4 +116,6 @@ def run(argv: list[str]) -> int:
 
     quiet()
     folder = ComparisonFolder(read_comparison(document), str(output_dir))
-    return run_comparison(folder, command=["trl-explore", "compare", *argv], processes=args.processes, check_arms=True)
+    return run_comparison(
+        folder, command=[program_name(), "compare", *argv], processes=args.processes, check_arms=True
+    )

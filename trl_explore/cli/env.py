@@ -67,7 +67,7 @@ def describe_environment() -> str:
 
     Returns:
         `str`: One line `- name: value` for each version, the devices, the methods, the sampling backends, and the
-        seams of [`trl_explore.compat`].
+        number of seams of [`trl_explore.compat`]. One more line for each seam that differs.
     """
     ranges = _supported_ranges()
     facts = {
@@ -86,8 +86,9 @@ def describe_environment() -> str:
     for seam in SEAMS:
         found = difference(seam)
         num_moved += found is not None
-        seam_lines.append(f"  - {seam.path} ({seam.needed_by or seam.door}): {found or 'fits'}")
-    fit = f"{num_moved} of {len(SEAMS)} moved" if num_moved else f"all {len(SEAMS)} fit"
-    facts["seams into TRL and transformers"] = fit
+        if found is not None:
+            seam_lines.append(f"  - {seam.path} ({seam.needed_by or seam.door}): {found}")
+    fit = f"{num_moved} of {len(SEAMS)} differ" if num_moved else f"all {len(SEAMS)} are as expected"
+    facts["parts of TRL and transformers that the trainers rely on"] = fit
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     return "\n".join(lines + seam_lines)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trl import ModelConfig
 
 from trl_explore.methods import METHODS, Method
+from trl_explore.names import program_name
 from trl_explore.publishing.hub import HubError
 from trl_explore.runs.arguments import (
     OneLineParser,
@@ -170,7 +171,7 @@ def resume_command(argv: list[str], checkpoint: str) -> str:
     scout = OneLineParser(add_help=False, allow_abbrev=False)
     scout.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
     kept = scout.parse_known_args(argv)[1]
-    return shlex.join(["trl-explore", "train", *kept, "--resume_from_checkpoint", checkpoint])
+    return shlex.join([program_name(), "train", *kept, "--resume_from_checkpoint", checkpoint])
 
 
 def run(argv: list[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.errors import UsageError
+from trl_explore.names import program_name
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import count_cores
 
@@ -150,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     """Return the command that continues an interrupted quick-start."""
-    words = ["trl-explore", "quickstart"]
+    words = [program_name(), "quickstart"]
     if args.fast:
         words.append("--fast")
     if args.output_dir is not None:

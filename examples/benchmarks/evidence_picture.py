@@ -1,0 +1,87 @@
+"""Draw the first picture of `docs/evidence.md`: best rival, best method and `auto` above tuned GRPO on every problem.
+
+    python examples/benchmarks/evidence_picture.py
+
+The script draws the numbers of `evidence_table.md` and writes `evidence.png`. Run it after `evidence_table.py`.
+"""
+
+from pathlib import Path
+
+import auto_regimes
+import matplotlib
+from evidence_table import PROBLEMS
+from regimes_effects import Results
+from regimes_plan import Regime, asked_for, folder
+from regimes_results import read_results, timed_alike
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+TARGET = Path(__file__).resolve().with_name("evidence.png")
+STYLES = {
+    "best rival": dict(color="#999999", marker="o"),
+    "best method": dict(color="#D55E00", marker="s"),
+    "auto": dict(color="#0072B2", marker="D"),
+}
+Lead = tuple[float, float, float]  # points above GRPO: mean, lower and upper end of the interval
+
+
+def leads(regime: Regime) -> dict[str, Lead]:
+    """Return the leads over GRPO at equal tokens by the names of `STYLES`, without `auto` if it was not measured."""
+    if (auto_regimes.RESULTS / f"{regime.name}.csv").exists():
+        return _leads_with_auto(regime)
+    rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
+    results = Results(regime, timed_alike(rows))
+    arms = {
+        "best rival": auto_regimes.best(regime, ("rival", "more samples"))["name"],
+        "best method": auto_regimes.best(regime, ("method",))["name"],
+    }
+    found = {}
+    for role, arm in arms.items():
+        effect = results.effect(arm, results.base, metric=regime.metric, cost="tokens")
+        assert effect is not None, f"{regime.name} has no results for {arm}"
+        found[role] = (effect.mean, effect.low, effect.high)
+    return found
+
+
+def _leads_with_auto(regime: Regime) -> dict[str, Lead]:
+    """Return the leads on the seeds of `auto_regimes.py`."""
+    runs = auto_regimes.read(regime)
+    base, rival, method, *_ = runs
+    found = {}
+    for role, arm in (("best rival", rival), ("best method", method), ("auto", "auto")):
+        mean, half = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
+        assert half is not None, f"{regime.name} has one seed only"
+        found[role] = (mean, mean - half, mean + half)
+    return found
+
+
+def draw() -> None:
+    """Write the picture."""
+    figure, axis = plt.subplots(figsize=(6.6, 6.4))
+    named = set()
+    for place, name in enumerate(reversed(PROBLEMS)):
+        found = leads(Regime.load(folder() / f"{name}.yaml"))
+        for role, shift in zip(STYLES, (0.24, 0.0, -0.24), strict=True):
+            if role not in found:
+                continue
+            mean, low, high = found[role]
+            label = None if role in named else role
+            named.add(role)
+            style = dict(STYLES[role], label=label, linestyle="", markersize=6, capsize=2.5)
+            axis.errorbar(mean, place + shift, xerr=[[mean - low], [high - mean]], **style)
+        if place:
+            axis.axhline(place - 0.5, color="#dddddd", linewidth=0.8)
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_yticks(range(len(PROBLEMS)), reversed(PROBLEMS), fontsize=11)
+    axis.set_ylim(-0.5, len(PROBLEMS) - 0.5)
+    axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens", fontsize=11)
+    axis.legend(loc="lower right", fontsize=11)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(TARGET, dpi=150)
+
+
+if __name__ == "__main__":
+    draw()
