@@ -57,7 +57,7 @@ def odd_solved(completions, answer, **kwargs):
 
 def exploring(case, folder, **options):
     trainer_class, own = CASES[case]
-    return make_trainer(trainer_class, ExplorationConfig, folder, **{**own, **options})
+    return make_trainer(trainer_class, trainer_class.config_class, folder, **{**own, **options})
 
 
 def test_the_smallest_explorer_has_less_than_40_lines():
@@ -69,7 +69,7 @@ def test_if_every_prompt_is_solved_it_is_grpo_bit_for_bit(tmp_path, case):
     trainer_class, own = CASES[case]
     rewards = [contains_answer, always]
     options = dict(reward_funcs=rewards, success_reward="always", **own)
-    found, log = trained(trainer_class, ExplorationConfig, tmp_path, **options)
+    found, log = trained(trainer_class, trainer_class.config_class, tmp_path, **options)
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=rewards)
     assert_same(found, expected)
     assert all(entry["explore_share"] == 0 for entry in log if "reward" in entry)
@@ -129,7 +129,7 @@ def test_all_sampled_tokens_are_counted(tmp_path, case):
         return odd_solved(completions, answer)
 
     trainer_class, own = CASES[case]
-    _, log = trained(trainer_class, ExplorationConfig, tmp_path, reward_funcs=noting, max_steps=1, **own)
+    _, log = trained(trainer_class, trainer_class.config_class, tmp_path, reward_funcs=noting, max_steps=1, **own)
     plain, explored = asked
     assert log[0]["explore/plain_tokens"] == plain
     if case == "resample":
@@ -333,4 +333,4 @@ def test_a_prefix_must_not_be_empty_and_begun_has_one_entry_for_each(tmp_path):
 
 def test_an_explorer_of_ones_own_refuses_tools_and_rollout_func(tmp_path):
     with pytest.raises(ValueError, match="`rollout_func` cannot be combined with HalfwayTrainer"):
-        make_trainer(HalfwayTrainer, ExplorationConfig, tmp_path, rollout_func=lambda prompts, trainer: {})
+        make_trainer(HalfwayTrainer, HalfwayTrainer.config_class, tmp_path, rollout_func=lambda prompts, trainer: {})
