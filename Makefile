@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: help install quickstart quickstart-fast real test test-slow test-wheel test-vllm test-trl docs drift lint types clean check-dist
+.PHONY: help evidence install quickstart quickstart-fast real test test-slow test-wheel test-vllm test-trl docs drift lint types clean check-dist
 
 help:
 	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own, also with VLLM=0.27.1"
 	@echo "make test-trl         with another TRL, in an environment of its own: make test-trl TRL=1.15, also with OTHERS=oldest"
 	@echo "make docs             the documentation site, into site/; warnings are errors"
+	@echo "make evidence         tables and pictures of the evidence pages, from the committed results: about five minutes"
 	@echo "make drift            what changed of TRL around what is relied on, between the versions that are known to work"
 	@echo "make lint types       ruff and mypy"
 	@echo
@@ -64,6 +65,15 @@ test: install
 
 test-slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 20 -m slow
+
+# Nothing is trained. The results come from the scripts that are called here, without `--report`.
+evidence: install
+	$(BIN)/python examples/benchmarks/regimes.py report
+	$(BIN)/python examples/benchmarks/auto_regimes.py --report
+	$(BIN)/python examples/benchmarks/small_fields.py --report
+	$(BIN)/python examples/benchmarks/evidence_table.py
+	$(BIN)/python examples/benchmarks/evidence_picture.py
+	$(BIN)/python examples/benchmarks/lead_picture.py
 
 lint: install
 	$(BIN)/ruff check .
