@@ -323,7 +323,7 @@ def explored(plain=(1e-3, 2e-3), tree=(4e-3, 1e-3), share=(0.5, 0.1), **more):
 
 
 NOTHING_WORTH = "No explorer found more contrast per token than fresh prompts: keep GRPO"
-NOTHING_EXPLORED = "Less than 2% of the prompts were explored, so this run does not show whether exploring helps: keep"
+NOTHING_EXPLORED = "This run explored 0.0% of the prompts, too few to show whether exploring helps: keep GRPO"
 
 
 def test_a_run_of_auto_is_told_which_source_was_worth_most():
@@ -485,7 +485,14 @@ def test_what_is_no_run_is_named(tmp_path, content, message):
 def test_a_folder_of_runs_names_one_of_them(tmp_path, inner):
     (tmp_path / inner).mkdir(parents=True)
     (tmp_path / inner / "trainer_state.json").write_text(json.dumps({"log_history": history()}))
-    with pytest.raises(UsageError, match=f"holds several runs; pass one of them, for example '{tmp_path}/grpo-seed0'"):
+    with pytest.raises(UsageError, match=f"is no run; pass a run in it, for example '{tmp_path}/grpo-seed0'"):
+        read_signs(tmp_path)
+
+
+def test_checkpoints_of_a_replaced_run_are_not_offered(tmp_path):
+    (tmp_path / "_earlier-1" / "checkpoint-8").mkdir(parents=True)
+    (tmp_path / "_earlier-1" / "checkpoint-8" / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    with pytest.raises(UsageError, match="holds no trainer_state.json, nor do its checkpoints"):
         read_signs(tmp_path)
 
 

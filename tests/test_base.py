@@ -740,7 +740,27 @@ def test_a_configuration_whose_fields_would_be_ignored_is_refused(tmp_path, trai
         make_trainer(trainer, config, tmp_path)
 
 
+@dataclass
+class LaxConfig(ExplorationConfig):
+    success_threshold: float | None = 0.5
+
+
+@dataclass
+class OwnDeepConfig(DeepGRPOConfig):
+    num_branches: int = 2
+
+
+class OwnDeepTrainer(DeepGRPOTrainer):
+    config_class = OwnDeepConfig
+
+
 def test_a_configuration_that_loses_nothing_is_accepted(tmp_path):
+    assert make_trainer(AutoExploreTrainer, ExplorationConfig, tmp_path, explore="auto").args.explore == "auto"
+    assert make_trainer(DeepGRPOTrainer, LaxConfig, tmp_path).args.success_threshold == 0.5
+    assert make_trainer(DeepGRPOTrainer, ExplorationConfig, tmp_path, success_threshold=1.0).args.num_branches == 8
+    assert make_trainer(OwnDeepTrainer, DeepGRPOConfig, tmp_path).args.num_branches == 8
+    with pytest.raises(ValueError, match="`ExplorationTrainer` has other fields or defaults .`num_branches`"):
+        make_trainer(ExplorationTrainer, OwnDeepConfig, tmp_path)
     assert make_trainer(ExplorationTrainer, AutoExploreConfig, tmp_path).args.explore == "auto"
 
 

@@ -324,10 +324,12 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path):
         ("arms: [1]\nseeds: [0]", "holds no comparison"),
         ("arms: [{method: grpo}]\nseeds: [0]", "holds no comparison"),
         ("arms: []", "holds no comparison"),
+        ("arms: [{name: [1]}]\nseeds: [0]", "holds no comparison"),
+        (b"\xff\xfe\x00abc", "is no YAML file"),
     ],
 )
 def test_damaged_settings_are_refused(tmp_path, text, error):
-    (tmp_path / "comparison.yaml").write_text(text)
+    (tmp_path / "comparison.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UsageError, match=f"comparison.yaml {error}.*restore it, or remove the folder"):
         ComparisonFolder(read_comparison(DOCUMENT), tmp_path)
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     always,
@@ -27,6 +27,7 @@ from world import (
 
 import trl_explore
 from trl_explore.rows.streams import loss_mask, row_tokens
+from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from trl_explore.trees.credit import first_appearance, tree_advantages
 from trl_explore.trees.metrics import NarrowSearch
@@ -612,3 +613,15 @@ def test_a_failing_reward_function_is_the_users_own_error(tmp_path, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError, match="mine"):
         trainer.train()
     assert trainer.rollout_func is None  # what was swapped in is swapped back
+
+
+def test_a_model_without_attention_layers_is_trained(tmp_path):
+    # The cache of such a model has no length.
+    def parity(completion_ids, **columns):
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4))
+    trainer = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model, reward_funcs=parity, max_steps=2)
+    before = parameters(trainer)
+    trainer.train()
+    assert differ(parameters(trainer), before)

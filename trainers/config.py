@@ -512,22 +512,21 @@ class ExplorationConfig(GRPOConfig):
 
 def check_config_class(args: GRPOConfig, config_class: type["ExplorationConfig"], trainer: str) -> None:
     """
-    Raise ValueError if `args` is the configuration of another trainer of this package, with other fields or defaults.
-
-    Otherwise, its fields would be ignored without a word. A plain `GRPOConfig` is accepted, and so is a subclass of
-    somebody else.
+    Raise ValueError if `args` is the configuration of another trainer, and this trainer would use other values without
+    a word: it lacks fields of that configuration, or has other defaults. A plain `GRPOConfig` is accepted.
     """
     if not isinstance(args, ExplorationConfig):
         return
     specs = {spec.name: spec for spec in fields(config_class)}
-    different = []
-    if type(args).__module__.startswith(__package__):
-        different = [spec.name for spec in fields(args) if spec.name not in specs]
-    if not isinstance(args, config_class):
-        # The value of such a field is the default of `ExplorationConfig`, and not that of the method.
-        for spec in fields(ExplorationConfig):
-            if specs[spec.name].default != spec.default:
-                different.append(spec.name)
+    # Fields that a user's subclass adds are the user's affair.
+    ours = next(parent for parent in type(args).__mro__ if parent.__module__.startswith(__package__))
+    different = [spec.name for spec in fields(ours) if spec.name not in specs]
+    defaults = {spec.name: spec.default for spec in fields(args)}
+    for spec in fields(ExplorationConfig):
+        # The user has not set this field, so its value is the default of GRPO, and not that of the method.
+        not_set = getattr(args, spec.name) == spec.default == defaults[spec.name]
+        if not_set and specs[spec.name].default != spec.default:
+            different.append(spec.name)
     if different:
         names = ", ".join(f"`{name}`" for name in different[:3]) + (", ..." if len(different) > 3 else "")
         raise ValueError(

@@ -178,6 +178,6 @@ def explain_fields(cls: T) -> T:
 def program_name() -> str:
     """Return the word that starts `trl-explore` in a shell: its path if the shell does not find its name."""
     path = sys.argv[0]
-    if Path(path).name == "trl-explore" and shutil.which("trl-explore") is None:
+    if Path(path).stem == "trl-explore" and shutil.which("trl-explore") is None:
         return path
     return "trl-explore"

@@ -17,6 +17,7 @@ WORDS = {
     "deep_ends": "deep_ends:\neight choices in a row,\na wrong one ends the answer",
     "dead_ends": "dead_ends:\nfive choices in a row,\na wrong one ends the answer",
     "late_code": "late_code:\nan easy answer with one\nrare choice near its end",
+    "coverage": "coverage:\none prompt, find all of its\ntwenty right answers",
     "many_solutions": "many_solutions:\nCountdown: many solutions,\ngroups have contrast",
 }
 
@@ -36,7 +37,7 @@ def leads() -> dict[str, dict[str, tuple[float, float | None]]]:
 
 def draw() -> None:
     """Write the picture."""
-    figure, axis = plt.subplots(figsize=(5.8, 4.2))
+    figure, axis = plt.subplots(figsize=(5.8, 4.9))
     styles = {
         "rival": dict(color="#999999", marker="o", label="best variant of GRPO\nwithout exploration"),
         "auto": dict(color="#0072B2", marker="D", label="AutoExploreTrainer"),

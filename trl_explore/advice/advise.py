@@ -132,10 +132,8 @@ def _advise_explore(signs: Signs, findings: list[Finding]) -> Advice:
         verdict = f"No explorer found more contrast per token than fresh prompts: {KEEP_GRPO}"
         return Advice(signs, findings, verdict, WHICH_METHOD)
     if explored is None or explored < EXPLORED:
-        verdict = (
-            f"Less than {EXPLORED:.0%} of the prompts were explored, so this run does not show whether exploring "
-            f"helps: {KEEP_GRPO}"
-        )
+        share = "an unknown share" if explored is None else f"{explored:.1%}"
+        verdict = f"This run explored {share} of the prompts, too few to show whether exploring helps: {KEEP_GRPO}"
         return Advice(signs, findings, verdict, WHICH_METHOD)
     verdict = "Exploration found more contrast per token than fresh prompts: keep it, and tune the learning rate."
     return Advice(signs, findings, verdict, WHICH_METHOD)

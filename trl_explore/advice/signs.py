@@ -187,10 +187,11 @@ def find_state(path: Path) -> Path:
     for place in [path, *newest_first]:
         if (place / STATE).is_file():
             return place / STATE
-    inner = sorted(path.glob(f"*/{STATE}")) or sorted(path.glob(f"*/checkpoint-*/{STATE}"))
-    if inner:
-        run = path / inner[0].relative_to(path).parts[0]
-        raise UsageError(f"{str(path)!r} holds several runs; pass one of them, for example {str(run)!r}")
+    for child in sorted(path.iterdir()):
+        if child.name.startswith("_"):  # `_earlier-1` holds files of a run that another one has replaced
+            continue
+        if (child / STATE).is_file() or list(child.glob(f"checkpoint-*/{STATE}")):
+            raise UsageError(f"{str(path)!r} is no run; pass a run in it, for example {str(child)!r}")
     raise UsageError(
         f"{str(path)!r} holds no {STATE}, nor do its checkpoints; every checkpoint has one: set `save_steps`"
     )

@@ -40,13 +40,13 @@ def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
 def _read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of a comparison. Raise a UsageError if somebody has damaged the file."""
     try:
-        document = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} is no YAML file ({' '.join(str(error).split())}); restore it, or remove the folder"
         ) from None
     complete = isinstance(document, dict) and all(isinstance(document.get(name), list) for name in ("arms", "seeds"))
-    if not complete or not all(isinstance(arm, dict) and "name" in arm for arm in document["arms"]):
+    if not complete or not all(isinstance(arm, dict) and isinstance(arm.get("name"), str) for arm in document["arms"]):
         raise UsageError(f"{path} holds no comparison; restore it, or remove the folder")
     return document
 

@@ -366,9 +366,10 @@ def _can_be_shared(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
                 return False
     if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
         return False
-    if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length() > 0:
+    if type(cache) is not DynamicCache or cache.offloading:
         return False
-    if not all(type(layer) in CACHE_LAYERS for layer in cache.layers):
+    # `get_seq_length` raises if no layer is an attention layer, as in Mamba. So look at the layers first.
+    if not all(type(layer) in CACHE_LAYERS for layer in cache.layers) or cache.get_seq_length() > 0:
         return False
     # Multimodal models, which have a text configuration of their own, keep state of the batch outside the cache.
     return model.config.get_text_config(decoder=True) is model.config
