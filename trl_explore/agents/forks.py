@@ -264,7 +264,7 @@ class AgentForks(Forks):
             )
             branch.messages = [*origin.messages_before(fork.turn), turn]
         if self.tool_loop.environments:
-            branch.environment = self.states.environment_at(origin, fork.turn)
+            branch.environment = self.states.at(origin, fork.turn)
         return branch
 
     def continue_turns(self, branches: list[Branch]) -> None:

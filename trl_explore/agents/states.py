@@ -135,7 +135,7 @@ class KeptStates:
         """Return the way in which states of a row's environment are kept."""
         return self._kinds[self.tool_loop.names[row]]
 
-    def environment_at(self, trajectory: Trajectory, turn: int) -> Any:
+    def at(self, trajectory: Trajectory, turn: int) -> Any:
         """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
         counts as failed, and its branch is dropped."""
         row = trajectory.main_row
@@ -220,7 +220,7 @@ class KeptStates:
             return None
         for _ in range(2):  # in the second pass, answers differ if the first pass changed the kept state
             self._num_used = {}
-            environment = self.environment_at(trajectory, first)
+            environment = self.at(trajectory, first)
             for tool, now, then in self._replay(environment, row, messages):
                 if _has_lost_service(environment):
                     return None
