@@ -15,7 +15,8 @@ SMALLER = {
     "--max_steps 20": "--max_steps 2",
     "completions_00020": "completions_00002",
     "evaluation_set(32)": "evaluation_set(4)",
-    "--num_samples 8 --metrics pass@1 pass@8": "--num_samples 2 --metrics pass@1 pass@2",
+    "--num_samples 8": "--num_samples 2",
+    "--metrics pass@1 pass@8": "--metrics pass@1 pass@2",
     "tokens: 2e4": "tokens: 1e3",
     "evaluations: 2": "evaluations: 1",
 }
