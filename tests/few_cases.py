@@ -77,6 +77,18 @@ ONE_OF = {
     "test_graded_rewards.py::test_a_threshold_that_no_completion_reaches_is_named_once": 3,
     "test_graded_rewards.py::test_a_threshold_that_some_completions_reach_is_not_named": 3,
     "test_graded_rewards.py::test_a_threshold_that_every_completion_reaches_is_named_once": 3,
+    "test_branpo.py::test_a_resumed_run_ends_where_the_uninterrupted_one_does": 3,
+    "test_credit_trainers.py::test_methods_train_and_resume_with_it_bit_for_bit": 3,
+    "test_resume_files.py::test_a_resumed_run_goes_on_with_its_files_to_the_byte": 3,
+    "test_resume_files.py::test_a_run_that_begins_again_in_its_folder_leaves_nothing_twice": 3,
+    "test_resume_files.py::test_checkpoints_of_weights_alone_begin_files_anew": 3,
+    "test_replaced.py::test_other_groups_are_those_of_grpo_where_it_samples": 3,
+    "test_hard_prompts.py::test_mistakes_are_explained_in_one_line": 3,
+    "test_own_advantage.py::test_mistakes_are_explained_in_one_line": 3,
+    "test_tree_view.py::test_mistakes_are_told_in_one_line": 3,
+    "test_retrieval.py::test_mistakes_are_explained_in_one_line": 3,
+    "test_cli.py::test_every_method_trains_and_saves_a_model": 3,
+    "test_grid_worlds.py::test_data_sets_are_deterministic_distinct_and_disjoint": 2,
 }
 
 
