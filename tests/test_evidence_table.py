@@ -29,6 +29,17 @@ def test_the_rows_with_auto_are_those_of_the_results(evidence_table):
 
 
 @pytest.mark.slow
+def test_the_picture_draws_the_numbers_of_the_table(evidence_table):
+    picture = importlib.import_module("evidence_picture")
+    rows = evidence_table.TARGET.read_text().splitlines()[2:]
+    for name, row in zip(evidence_table.PROBLEMS, rows, strict=True):
+        found = picture.leads(evidence_table.Regime.load(evidence_table.folder() / f"{name}.yaml"))
+        assert {"best rival", "best method"} <= found.keys()
+        assert ("auto" in found) == (evidence_table.NOT_MEASURED not in row)
+        assert all(f"{mean:+.1f}" in row and low <= mean <= high for mean, low, high in found.values())
+
+
+@pytest.mark.slow
 def test_the_table_is_that_of_the_results(evidence_table):
     assert evidence_table.TARGET.read_text() == evidence_table.table(), COMMAND
 

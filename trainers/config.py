@@ -267,8 +267,8 @@ class ExplorationConfig(GRPOConfig):
             trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
             Factor by which `explore="auto"` multiplies the earlier contrast and tokens of a source (an explorer, or
-            GRPO's own rows) before it adds those of a batch, in (0, 1]. With a smaller factor, it follows the policy
-            faster. 1 forgets nothing.
+            GRPO's own rows) before it adds the contrast and tokens of a batch, in (0, 1]. With a smaller factor, the
+            estimates follow the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.
@@ -523,7 +523,7 @@ def check_config_class(args: GRPOConfig, config_class: type["ExplorationConfig"]
     different = [spec.name for spec in fields(ours) if spec.name not in specs]
     defaults = {spec.name: spec.default for spec in fields(args)}
     for spec in fields(ExplorationConfig):
-        # The user has not set this field, so its value is the default of GRPO, and not that of the method.
+        # A field that the user did not set has the default of GRPO here, although the method has another default.
         not_set = getattr(args, spec.name) == spec.default == defaults[spec.name]
         if not_set and specs[spec.name].default != spec.default:
             different.append(spec.name)

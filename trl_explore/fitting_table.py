@@ -37,7 +37,7 @@ class FittingTable:
             yield whole
             return
         while columns:
-            count = len(columns)  # of this table: as many columns as fit, but at least one
+            count = len(columns)  # columns of this table: the largest number that fits, at least 1
             while count > 1 and _width(self._narrow(columns[:count]), console) > room:
                 count -= 1
             table = self._narrow(columns[:count])
@@ -66,7 +66,7 @@ class FittingTable:
         for column in columns:
             table.add_column(titles[column], justify="right", no_wrap=True)
         for name, row in zip(names, self.rows, strict=True):
-            # A `Text` is printed as it is. In a string, rich would read brackets in a name as markup.
+            # rich would read brackets in a string as markup, but not in a `Text`.
             table.add_row(Text(name), *(Text(row[column]) for column in columns))
         return table
 

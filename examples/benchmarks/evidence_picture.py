@@ -5,6 +5,7 @@
 The script draws the numbers of `evidence_table.md` and writes `evidence.png`. Run it after `evidence_table.py`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import auto_regimes
@@ -29,7 +30,7 @@ Lead = tuple[float, float, float]  # points above GRPO: mean, lower and upper en
 def leads(regime: Regime) -> dict[str, Lead]:
     """Return the leads over GRPO at equal tokens by the names of `STYLES`, without `auto` if it was not measured."""
     if (auto_regimes.RESULTS / f"{regime.name}.csv").exists():
-        return _leads_with_auto(regime)
+        return leads_with_auto(regime)
     rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
     results = Results(regime, timed_alike(rows))
     arms = {
@@ -44,8 +45,8 @@ def leads(regime: Regime) -> dict[str, Lead]:
     return found
 
 
-def _leads_with_auto(regime: Regime) -> dict[str, Lead]:
-    """Return the leads on the seeds of `auto_regimes.py`."""
+def leads_with_auto(regime: Regime) -> dict[str, Lead]:
+    """Return the leads over GRPO at equal tokens on the seeds of `auto_regimes.py`."""
     runs = auto_regimes.read(regime)
     base, rival, method, *_ = runs
     found = {}
@@ -56,31 +57,39 @@ def _leads_with_auto(regime: Regime) -> dict[str, Lead]:
     return found
 
 
-def draw() -> None:
-    """Write the picture."""
-    figure, axis = plt.subplots(figsize=(6.6, 6.4))
+def draw_leads(
+    rows: Mapping[str, Mapping[str, Lead]], labels: Mapping[str, str], path: Path, *, size: tuple[float, float]
+) -> None:
+    """Draw a row per entry of `rows`, the first on top, with a mark per role of `labels`, and write the picture."""
+    figure, axis = plt.subplots(figsize=size)
     named = set()
-    for place, name in enumerate(reversed(PROBLEMS)):
-        found = leads(Regime.load(folder() / f"{name}.yaml"))
-        for role, shift in zip(STYLES, (0.24, 0.0, -0.24), strict=True):
+    for place, found in enumerate(reversed(rows.values())):
+        for number, role in enumerate(labels):
             if role not in found:
                 continue
             mean, low, high = found[role]
-            label = None if role in named else role
+            label = None if role in named else labels[role]
             named.add(role)
+            height = place + 0.24 * ((len(labels) - 1) / 2 - number)
             style = dict(STYLES[role], label=label, linestyle="", markersize=6, capsize=2.5)
-            axis.errorbar(mean, place + shift, xerr=[[mean - low], [high - mean]], **style)
+            axis.errorbar(mean, height, xerr=[[mean - low], [high - mean]], **style)
         if place:
             axis.axhline(place - 0.5, color="#dddddd", linewidth=0.8)
     axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(PROBLEMS)), reversed(PROBLEMS), fontsize=11)
-    axis.set_ylim(-0.5, len(PROBLEMS) - 0.5)
-    axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens", fontsize=11)
-    axis.legend(loc="lower right", fontsize=11)
+    axis.set_yticks(range(len(rows)), list(reversed(rows)))
+    axis.set_ylim(-0.5, len(rows) - 0.5)
+    axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens")
+    axis.legend(loc="lower right")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(TARGET, dpi=150)
+    figure.savefig(path, dpi=160)
+
+
+def draw() -> None:
+    """Write the picture."""
+    rows = {name: leads(Regime.load(folder() / f"{name}.yaml")) for name in PROBLEMS}
+    draw_leads(rows, {role: role for role in STYLES}, TARGET, size=(6.6, 6.4))
 
 
 if __name__ == "__main__":

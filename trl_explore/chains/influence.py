@@ -63,7 +63,7 @@ def influential_steps(
     values = torch.tensor(known)
     threshold = values.quantile(quantile)
     if threshold == 0 and values.any():
-        threshold = values[values > 0].min()  # most steps get no attention, so take those that get any
+        threshold = values[values > 0].min()  # most steps get no attention: take all steps that get some
     chosen: list[int] = []
     nearest = distance  # first token at which the next fork may be
     for start, value in zip(starts, values.tolist(), strict=True):

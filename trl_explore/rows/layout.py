@@ -191,7 +191,7 @@ def pack_rows(
     pairs = torch.full(completion_ids.shape, -1)  # (B, T)
     for i, length in enumerate(lengths):
         if length:
-            # The trie lacks the last token of a row. So the last `length` positions are those that predict.
+            # The trie lacks the last token of a row, so its last `length` positions predict the completion.
             columns = completion_mask[i].cpu().bool()
             pairs[i, columns] = trie.positions(i)[-length:] * vocab + completion_ids[i].cpu()[columns]
     padding = pairs.new_tensor([-1])
