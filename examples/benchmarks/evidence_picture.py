@@ -10,10 +10,8 @@ from pathlib import Path
 
 import auto_regimes
 import matplotlib
-from evidence_table import PROBLEMS
-from regimes_effects import Results
-from regimes_plan import Regime, asked_for, folder
-from regimes_results import read_results, timed_alike
+from evidence_table import PROBLEMS, results_of
+from regimes_plan import Regime, folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -31,8 +29,7 @@ def leads(regime: Regime) -> dict[str, Lead]:
     """Return the leads over GRPO at equal tokens by the names of `STYLES`, without `auto` if it was not measured."""
     if (auto_regimes.RESULTS / f"{regime.name}.csv").exists():
         return leads_with_auto(regime)
-    rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
-    results = Results(regime, timed_alike(rows))
+    results = results_of(regime)
     arms = {
         "best rival": auto_regimes.best(regime, ("rival", "more samples"))["name"],
         "best method": auto_regimes.best(regime, ("method",))["name"],

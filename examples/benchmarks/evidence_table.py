@@ -59,13 +59,18 @@ def row_with_auto(regime: Regime) -> list[str]:
     return [*cells, shown["auto"], verdicts["auto"]]
 
 
+def results_of(regime: Regime) -> Results:
+    """Return the results of a regime on its first ten seeds."""
+    rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
+    return Results(regime, timed_alike(rows))
+
+
 def row_without_auto(regime: Regime) -> list[str]:
     """Return the cells of a problem for which only the regime was measured."""
-    rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
-    results = Results(regime, timed_alike(rows))
+    results = results_of(regime)
     rival = auto_regimes.best(regime, ("rival", "more samples"))["name"]
     method = auto_regimes.best(regime, ("method",))["name"]
-    runs = [run for run in to_runs(rows, "verdict") if run.arm == results.base]
+    runs = [run for run in to_runs(results.rows, "verdict") if run.arm == results.base]
     reading = min(run.points[-1]["tokens"] for run in runs)
     level = statistics.mean(mean_along(run.points, "tokens", reading, f"eval/{regime.metric}") for run in runs)
 
