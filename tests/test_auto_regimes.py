@@ -3,6 +3,7 @@
 import csv
 import importlib
 import statistics
+import subprocess
 
 import pytest
 from commands import EXAMPLES
@@ -56,3 +57,35 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
     assert mean == pytest.approx(statistics.mean(expected)) and half is None
     assert auto_regimes.verdict(3.0, 2.0) == "ahead" and auto_regimes.verdict(-3.0, 2.0) == "behind"
     assert auto_regimes.verdict(1.0, 2.0) == auto_regimes.verdict(1.0, None) == "level"
+
+
+def test_seeds_are_added_and_known_seeds_are_not_trained_again(auto_regimes, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_regimes, "RESULTS", tmp_path / "results")
+    asked = []
+
+    def compare(command):  # the parts of `trl-explore compare` that the script sees: finishes one more seed per call
+        document = auto_regimes.yaml.safe_load((tmp_path / "out/dead_ends/comparison.yaml").read_text())
+        asked.append(document["seeds"])
+        folder = tmp_path / "out/dead_ends/runs"
+        folder.mkdir(exist_ok=True)
+        with open(folder / "curves.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["arm", "seed", "step", "tokens", "seconds", "cpu_seconds", *columns])
+            for seed in document["seeds"][: len(asked)]:
+                for arm in document["arms"]:
+                    writer.writerow([arm["name"], seed, 1, 10, 1, 1, *(0.5 for _ in columns)])
+        return subprocess.CompletedProcess(command, returncode=int(len(asked) < len(document["seeds"])))
+
+    monkeypatch.setattr(auto_regimes.subprocess, "run", compare)
+    monkeypatch.setattr(auto_regimes, "version", lambda: "v")
+    regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
+    columns = regime.comparison["metrics"]
+    with pytest.raises(SystemExit):  # interrupted after one seed
+        auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
+    assert all(set(seeds) == {70} for seeds in auto_regimes.read(regime).values())
+    auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
+    assert asked == [[70, 71], [70, 71]]  # `compare` refuses a folder that has other seeds
+    auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
+    assert len(asked) == 2
+    runs = auto_regimes.read(regime)
+    assert all(set(seeds) == {70, 71} and len(seeds[70]) == 1 for seeds in runs.values()) and len(runs) >= 7

@@ -12,10 +12,10 @@ Each regime has these arms:
 - The better of MaxRL and the pass@k advantage, and `auto` with the same fields.
 - Controls: a random explorer for every unsolved prompt, and each explorer alone for every unsolved prompt.
 
-The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues from its last checkpoint. After
-training, or with `--report` alone, the script prints the tables, and writes them to `auto_results/results.md`:
-differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals. Then run
-`evidence_table.py`, which reads the same files.
+The evaluations go to `auto_results/<regime>.csv`. Seeds in this file are not trained again. An interrupted run
+continues from its last checkpoint. After training, or with `--report` alone, the script prints the tables, and writes
+them to `auto_results/results.md`: differences to GRPO along the curve in percentage points, paired by seed, with 95 %
+t-intervals. Then run `evidence_table.py`, which reads the same files.
 """
 
 import argparse
@@ -84,31 +84,54 @@ def arms_of(regime: Regime) -> list[Arm]:
 
 
 def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) -> None:
-    """Train all arms of a regime, and write their evaluations to a file in `RESULTS`."""
+    """Train all arms of a regime on the seeds that its file in `RESULTS` lacks, and add their evaluations to the file.
+    Seeds that were finished before an interruption are added, too."""
+    known = read(regime)["auto"] if results_file(regime).is_file() else {}
+    if set(seeds) <= known.keys():
+        return
     target = output_dir / regime.name
     target.mkdir(parents=True, exist_ok=True)
-    document = {**regime.comparison, "seeds": seeds, "arms": arms_of(regime)}
-    document.pop("samples_at_ends", None)
     file = target / "comparison.yaml"
+    begun = yaml.safe_load(file.read_text())["seeds"] if file.is_file() else []
+    # `compare` refuses a folder that has other seeds. It does not train finished ones again.
+    asked = sorted({*begun, *(seed for seed in seeds if seed not in known)})
+    document = {**regime.comparison, "seeds": asked, "arms": arms_of(regime)}
+    document.pop("samples_at_ends", None)
     file.write_text(yaml.safe_dump(document, sort_keys=False))
     command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
     command += ["--output_dir", str(target / "runs"), "--processes", str(processes)]
-    subprocess.run(command, check=True)
-    with open(target / "runs" / "curves.csv", newline="", encoding="utf-8") as curves:
-        rows = list(csv.DictReader(curves))
+    code = subprocess.run(command).returncode
+    curves = target / "runs" / "curves.csv"
+    if curves.is_file():  # `compare` writes it whenever all runs of a seed are finished
+        add(regime, curves)
+    if code:
+        sys.exit(code)
+
+
+def add(regime: Regime, curves: Path) -> None:
+    """Add the evaluations of new seeds in a file of `compare` to the results of a regime."""
+    known = read(regime)["auto"] if results_file(regime).is_file() else {}
+    with open(curves, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["seed"]) not in known]
     RESULTS.mkdir(exist_ok=True)
     columns = [*COLUMNS, *regime.comparison["metrics"], "version"]
-    with open(RESULTS / f"{regime.name}.csv", "w", newline="", encoding="utf-8") as results:
+    with open(results_file(regime), "a", newline="", encoding="utf-8") as results:
         writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
+        if not known:
+            writer.writeheader()
         for row in rows:
             writer.writerow({**row, "version": version()})
+
+
+def results_file(regime: Regime) -> Path:
+    """Return the path of the results of a regime."""
+    return RESULTS / f"{regime.name}.csv"
 
 
 def read(regime: Regime) -> Runs:
     """Return the evaluations of a regime, by arm and seed."""
     runs: Runs = {}
-    with open(RESULTS / f"{regime.name}.csv", newline="", encoding="utf-8") as file:
+    with open(results_file(regime), newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             point = {name: float(value) for name, value in row.items() if name not in ("arm", "version") and value}
             runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
