@@ -30,14 +30,13 @@ import argparse
 import shutil
 import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from regimes_plan import STAGES, Regime, enlarged, expected, folder, stage_arms
-from regimes_results import Row, read_results, settings_of, to_rows, to_runs, write_results
+from regimes_results import read_results, to_runs, write_results
+from stages import folder_of_stage, runs_of_stage, train_missing
 
-from trl_explore.compare.run import Run
 from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
 
@@ -82,80 +81,25 @@ def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int 
         processes (`int`, *optional*):
             Runs at a time.
     """
-    from trl_explore.cli import main
-    from trl_explore.compare.folder import RESULT, ComparisonFolder
     from trl_explore.compare.settings import read_comparison
 
     found = read_results(regime.path)
     document = regime.document(stage, stage_arms(regime, stage, found))
     if not document["arms"] or not document["seeds"]:
         return
-    rows, known, wanted = still_valid(regime, stage, found)
-    if not wanted - known.keys():
-        if len(rows) < len(found):
-            write_results(regime.path, rows, list(read_comparison(document).metrics))
+    if stage != "seconds":
+        train_missing(regime.path, document, stage, output_dir, processes=processes)
         return
-    asked = dict(document)
-    if stage == "seconds":  # evaluation is no part of what training takes
-        asked["num_eval"] = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
-        asked.pop("samples_at_ends", None)
-    comparison = read_comparison(asked)
-    metrics, settings = list(comparison.metrics), {arm["name"]: settings_of(document, arm) for arm in document["arms"]}
-    # Every change of a setting makes a folder of its own.
-    whole = settings_of(document, {"method": stage, "options": settings})
-    path = output_dir / f"{stage.replace(' ', '-')}-{whole}"
-    if stage == "seconds":
-        shutil.rmtree(path, ignore_errors=True)
-    place = ComparisonFolder(comparison, path)
-    place.write_settings()
-    arms = {arm.name: arm for arm in comparison.arms}
-    for (name, seed), run in known.items():
-        place.of_run(arms[name], seed).mkdir(parents=True, exist_ok=True)
-        run.save(place.of_run(arms[name], seed) / RESULT)
-    print(f"{regime.name}: {stage}", flush=True)
-    side_by_side = ["--processes", str(processes)] if processes and stage != "seconds" else []
-    config = ["--config", str(place.path / "comparison.yaml"), "--output_dir", str(place.path)]
-    code = main(["compare", *config, *side_by_side])
-    for arm in document["arms"]:
-        for seed in document["seeds"]:
-            result = place.of_run(arms[arm["name"]], seed) / RESULT
-            if (arm["name"], seed) not in known and result.is_file():  # also where others are not finished
-                rows += to_rows(Run.load(result), stage, arm, settings=settings[arm["name"]], metrics=metrics)
-    write_results(regime.path, rows, metrics)
-    if code:
-        sys.exit(code)
-
-
-def still_valid(
-    regime: Regime, stage: str, found: list[Row]
-) -> tuple[list[Row], dict[tuple[str, int], Run], set[tuple[str, int]]]:
-    """
-    What of a stage is known already, and what is wanted.
-
-    Args:
-        regime ([`Regime`]):
-            The regime.
-        stage (`str`):
-            One of the stages.
-        found (`list[dict]`):
-            Results, those of the stages before complete.
-
-    Returns:
-        `tuple`: The results without those of this stage that were measured in another way, or are not asked for any
-        more; the runs of the stage among them, by arm and seed; and which there should be.
-    """
-    document = regime.document(stage, stage_arms(regime, stage, found))
-    settings = {arm["name"]: settings_of(document, arm) for arm in document["arms"]}
-    wanted = {(name, seed) for name in settings for seed in document["seeds"]}
-    rows = [
-        row
-        for row in found
-        if row["stage"] != stage or ((row["arm"], row["seed"]) in wanted and row["settings"] == settings[row["arm"]])
-    ]
-    known = {(run.arm, run.seed): run for run in to_runs(rows, stage)}
-    if stage == "seconds" and wanted - known.keys():  # what was timed at another time is no measure
-        known, rows = {}, [row for row in rows if row["stage"] != stage]
-    return rows, known, wanted
+    rows, known, wanted = runs_of_stage(document, stage, found)
+    if known.keys() == wanted:
+        return
+    # Runs that were timed in another sitting cannot be compared, so the whole stage runs again.
+    metrics = list(read_comparison(document).metrics)
+    write_results(regime.path, [row for row in rows if row["stage"] != stage], metrics)
+    shutil.rmtree(folder_of_stage(document, stage, output_dir), ignore_errors=True)
+    num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))  # evaluation is not timed
+    evaluated = {"num_eval": num_problems, "samples_at_ends": None}
+    train_missing(regime.path, document, stage, output_dir, evaluated=evaluated)
 
 
 def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
@@ -178,8 +122,11 @@ def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
         for stage in STAGES:
             count = expected(regime, stage)
             if complete and count:
-                _, known, wanted = still_valid(regime, stage, rows)
+                document = regime.document(stage, stage_arms(regime, stage, rows))
+                _, known, wanted = runs_of_stage(document, stage, rows)
                 count = len(wanted - known.keys())
+                if count and stage == "seconds":
+                    count = len(wanted)  # all arms are timed in one sitting
             complete = complete and not count
             if count:
                 missing[stage] = count
