@@ -1,0 +1,163 @@
+"""The benchmark of a pretrained model: its arms, how settings are chosen, its results file, and its tables."""
+
+import importlib
+import signal
+import sys
+
+import pytest
+import torch
+import yaml
+from commands import EXAMPLES
+
+from trl_explore.compare.settings import read_comparison
+from trl_explore.tasks.tiny_model import build_model
+
+BENCHMARKS = EXAMPLES / "benchmarks"
+METRICS = ["pass_at_1", "pass_at_8", "greedy_accuracy"]
+
+
+@pytest.fixture
+def pretrained(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("pretrained")
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    return module
+
+
+def rows_of(task, stage, rows, heights):
+    """Return the rows of a stage: two evaluations per run. `heights` has the last value of each arm by its name, and
+    arms without a name in it get 0.2."""
+    settings_of = importlib.import_module("regimes_results").settings_of
+    document = task.document(stage, rows)
+    found = []
+    for arm in document["arms"]:
+        for seed in document["seeds"]:
+            for number, cost in enumerate((0, 100)):
+                head = {"stage": stage, "arm": arm["name"], "seed": seed, "version": "v"}
+                head |= {"settings": settings_of(document, arm), "options": "{}", "correct": []}
+                head |= {"greedy_correct": [], "entropy": None, "frac_reward_zero_std": None}
+                costs = dict.fromkeys(("step", "tokens", "trained_tokens", "seconds", "cpu_seconds"), float(cost))
+                value = number * heights.get(arm["name"], 0.2)
+                training = {"entropy": 0.1, "frac_reward_zero_std": 0.5} if number else {}
+                found.append(head | costs | dict.fromkeys(task.comparison["metrics"], value) | training)
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+def test_all_arms_of_all_tasks_are_valid(pretrained):
+    for task in pretrained.read_tasks().values():
+        rows = rows_of(task, "rates", [], {})
+        rows += rows_of(task, "fields", rows, {})
+        for stage in task.stages:
+            document = task.document(stage, rows)
+            comparison = read_comparison(document)
+            names = [arm.name for arm in comparison.arms]
+            assert len(names) * len(comparison.seeds) == pretrained.expected(task, stage) or stage == "rates"
+            assert len(comparison.task.held_out_rows(comparison.num_eval)) == comparison.num_eval
+        assert set(task.advantages) <= {arm["name"] for arm in task.arms}
+
+
+def test_each_stage_gets_the_best_values_of_the_stages_before_it(pretrained):
+    task = pretrained.read_tasks()["countdown"]
+    assert task.document("fields", []) is None and task.document("verdict", []) is None
+    rows = rows_of(task, "rates", [], {"GRPO, 1e-05": 0.9})
+    fields = {arm["name"]: arm for arm in task.document("fields", rows)["arms"]}
+    assert all(arm["options"]["learning_rate"] == 1e-5 for arm in fields.values())
+    assert {"pass@k, passk_k 2", "pass@k, passk_k 4"} <= fields.keys() and "GRPO" not in fields
+    # Until the fields are chosen, the verdict has only the arms without a choice.
+    early = [arm["name"] for arm in task.document("verdict", rows)["arms"]]
+    assert early == ["GRPO", "auto", "resampling alone"]
+    chosen = {"pass@k, passk_k 4": 0.8, "MaxRL, num_iterations 2": 0.7, "PODS, trained_generations 16": 0.3}
+    rows += rows_of(task, "fields", rows, chosen)
+    arms = {arm["name"]: arm["options"] for arm in task.document("verdict", rows)["arms"]}
+    assert list(arms)[:4] == ["GRPO", "auto", "auto, pass@k", "resampling alone"]
+    assert arms["GRPO"] == arms["auto"] == {"learning_rate": 1e-5}
+    assert arms["auto, pass@k"] == arms["pass@k"] == {"learning_rate": 1e-5, "advantage": "passk", "passk_k": 4}
+    assert arms["MaxRL"]["num_iterations"] == 2 and arms["PODS"]["trained_generations"] == 16
+
+
+def test_shuffled_rewards_keep_the_rewards_and_lose_the_rows(pretrained):
+    rewards = torch.zeros(8, 4)
+    rewards[0] = 1.0
+    advantages = pretrained.shuffled_rewards(rewards)
+    assert torch.equal(advantages, pretrained.shuffled_rewards(rewards))
+    assert advantages.sum(dim=1).abs().max() < 1e-4
+    assert (advantages > 0).sum() == 4  # as many successes as before
+    assert (advantages[1:] > 0).any()
+
+
+def test_a_part_of_the_arms_can_be_trained_and_keeps_the_runs_of_the_others(pretrained, monkeypatch):
+    stages = importlib.import_module("stages")
+    results = importlib.import_module("regimes_results")
+    task = pretrained.read_tasks()["countdown"]
+    rows = rows_of(task, "rates", [], {})
+    rows += rows_of(task, "verdict", rows, {})
+    kept = [row for row in rows if row["stage"] == "rates" or row["arm"] == "resampling alone"]
+    results.write_results(task.path, kept, METRICS)
+    document = task.document("verdict", kept)
+    _, known, wanted = stages.runs_of_stage(document, "verdict", results.read_results(task.path))
+    assert {arm for arm, _ in known} == {"resampling alone"} and len(wanted) == 9
+    assert stages.collect(task.path, document, "verdict", task.path.parent / "out", arms=["GRPO", "auto"]) == 6
+    assert stages.collect(task.path, document, "verdict", task.path.parent / "out") == 6
+    assert len(results.read_results(task.path)) == len(kept)
+    # With another budget, the runs of the verdict are no longer valid.
+    other = {**document, "budget": {"tokens": 1}}
+    assert stages.collect(task.path, other, "verdict", task.path.parent / "out") == 9
+    assert {row["stage"] for row in results.read_results(task.path)} == {"rates"}
+
+
+def test_the_table_has_paired_differences_and_names_other_starts(pretrained):
+    results = importlib.import_module("regimes_results")
+    task = pretrained.read_tasks()["jugs"]
+    rows = rows_of(task, "rates", [], {})
+    rows += rows_of(task, "verdict", rows, {"GRPO": 0.2, "auto": 0.4})
+    results.write_results(task.path, rows, task.comparison["metrics"])
+    text = pretrained.report([task])
+    # The curves are lines from 0, so half of the difference at the end is their difference along the curve.
+    assert "| auto | 3 | 0.0 | 40.0 | +10.0 ± 0.0 |" in text and "| GRPO | 3 | 0.0 | 20.0 |  |" in text
+    assert "Seeds whose model" not in text
+    for row in rows:
+        if row["stage"] == "verdict" and (row["arm"], row["seed"], row["step"]) == ("auto", 12, 0.0):
+            row["pass_at_1"] = 0.1
+    results.write_results(task.path, rows, task.comparison["metrics"])
+    assert "Seeds whose model before training was not GRPO's: auto: 12." in pretrained.report([task])
+    pretrained.draw([task], task.path.parent / "curves.png")
+    assert (task.path.parent / "curves.png").stat().st_size > 1000
+    assert pretrained.status([task]).startswith("jugs: missing: fields 8, verdict ")
+
+
+@pytest.mark.slow
+def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, monkeypatch, capsys):
+    task = {
+        "comparison": {"task": "chain", "warm_start_steps": 2, "num_eval": 4, "metrics": METRICS},
+        "arms": [{"name": "G2RL", "method": "g2rl", "choice": {"min_correct": [1, 0]}}],
+        "claim": "None.",
+    }
+    stage = {"seeds": [1], "budget": {"tokens": 48}, "evaluations": 1}
+    document = yaml.safe_load(pretrained.SETTINGS.read_text())
+    document |= {
+        "comparison": {"common": {"per_device_train_batch_size": 8, "num_generations": 8}},
+        "learning_rates": [1e-4, 1e-3],
+        "stages": {name: stage for name in document["stages"]},
+        "arms": document["arms"][:5],
+        "tasks": {"chain": task},
+    }
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(document))
+    monkeypatch.setattr(pretrained.read_tasks, "__defaults__", (settings,))
+    monkeypatch.setattr(sys, "argv", ["pretrained.py", "train", "--output_dir", str(tmp_path / "out")])
+    handler = signal.getsignal(signal.SIGINT)
+    pretrained.main()
+    signal.signal(signal.SIGINT, handler)
+    first = (tmp_path / "results" / "chain.csv").read_text()
+    (chain,) = pretrained.read_tasks().values()
+    assert pretrained.status([chain]) == "chain: complete"
+    build_model(seed=0)  # the random state of a later call is another one
+    pretrained.main()
+    assert (tmp_path / "results" / "chain.csv").read_text() == first
+    monkeypatch.setattr(sys, "argv", ["pretrained.py", "report"])
+    capsys.readouterr()
+    pretrained.main()
+    told = capsys.readouterr().out
+    assert "| shuffled |" in told and "| auto, " in told and "| G2RL |" in told
+    assert (tmp_path / "results" / "curves.png").is_file()
