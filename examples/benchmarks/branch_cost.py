@@ -1,11 +1,13 @@
-"""What contrastive branches cost: seconds of a step for rollouts, log-probabilities and updates (the paper's Table 8).
+"""Measure the seconds of a training step of BranPO, divided by the seconds of a step of GRPO (Table 8 of the paper).
 
     python examples/benchmarks/branch_cost.py
     python examples/benchmarks/branch_cost.py --prompts 16 --steps 12 --rounds 5
 
-GRPO rolls out 8 trajectories per prompt, BranPO 4 and their branches, on the multi-hop questions of the embedded task
-with its warm-started tiny model and a KL term. Rounds of the two alternate in one process, so that a machine that
-drifts slows both; figures are means over the steps of all rounds but the first of each, ratios are per pair of rounds.
+Both trainers answer the multi-hop questions of the embedded task with its warm-started tiny model and a KL term. GRPO
+samples 8 trajectories per prompt. BranPO samples 4, and branches from them. The trainers alternate in one process, so
+that a slowdown of the machine affects both. The table has the mean seconds of rollout, log-probabilities and update.
+The first step of every round warms up and is left out. Below the table are the ratio (median, minimum and maximum over
+the rounds) and the means of BranPO's metrics.
 """
 
 import argparse
@@ -25,15 +27,31 @@ from trl_explore.tasks.warm_start import warm_start
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
 PARTS = ("rollout", "log-probabilities", "update", "step")
+TRAINERS = {
+    "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}),
+    "BranPO": (BranPOTrainer, BranPOConfig, {"num_generations": 4}),
+}
+METRICS = ("branch/contrastive_fraction", "branch/redundant_fraction", "branch/depth", "branch/token_ratio")
 
 
 class Stopwatch:
-    """Seconds per part and step; a part inside another one counts for itself only."""
+    """
+    Measure the seconds of each part of every training step.
+
+    If a part calls another part, the seconds of the inner part do not count for the outer part.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer. Some of its methods are replaced by methods that also measure their time.
+    """
 
     def __init__(self, trainer):
-        self.steps, self.parts, self.open = [], defaultdict(float), []
-        # Where the old and reference log-probabilities come from, no gradient is wanted.
-        self.time(trainer, "_get_per_token_logps_and_entropies", "log-probabilities", torch.is_grad_enabled)
+        self.steps = []  # per finished step, seconds by part
+        self.parts = defaultdict(float)  # seconds by part of the current step
+        self.inner_seconds = []  # for each running part, from the outermost: seconds of the parts that it has called
+        # The loss calls this method with gradients. These calls belong to the update. The calls without gradients
+        # compute the old and the reference log-probabilities.
+        self.time(trainer, "_get_per_token_logps_and_entropies", "log-probabilities", is_skipped=torch.is_grad_enabled)
         self.time(trainer, "_generate_single_turn", "rollout")
         self.time(trainer, "_tool_call_loop", "rollout")
         if isinstance(trainer, BranPOTrainer):
@@ -41,83 +59,85 @@ class Stopwatch:
         self.time(trainer, "_generate_and_score_completions", "other")
         self.time(trainer, "training_step", "update")
 
-    def time(self, trainer, method, part, skipped=lambda: False):
-        function = getattr(trainer, method)
+    def time(self, owner, method, part, is_skipped=lambda: False):
+        """Measure the calls of a method of `owner` as a part, except for calls during which `is_skipped` is true."""
+        function = getattr(owner, method)
 
         def timed(*args, **kwargs):
-            if skipped():
+            if is_skipped():
                 return function(*args, **kwargs)
-            inner = [0.0]
-            self.open.append(inner)
+            self.inner_seconds.append(0.0)
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 seconds = time.perf_counter() - start
-                self.open.pop()
-                self.parts[part] += seconds - inner[0]
-                if self.open:
-                    self.open[-1][0] += seconds
-                else:
+                self.parts[part] += seconds - self.inner_seconds.pop()
+                if self.inner_seconds:
+                    self.inner_seconds[-1] += seconds
+                else:  # the outermost part is over, and so is the step
                     self.steps.append({**self.parts, "step": sum(self.parts.values())})
                     self.parts.clear()
 
-        setattr(trainer, method, timed)
+        setattr(owner, method, timed)
 
 
 def run(trainer_class, config_class, options, args):
+    """Train one trainer. Return the seconds by part and TRL's logs of every step except the first."""
     start = warm_start(MULTI_HOP, seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        common = common_options(MULTI_HOP, seed=args.seed)
-        common |= dict(output_dir=folder, beta=0.001, max_tool_calling_iterations=MULTI_HOP.max_searches)
-        rows = args.prompts * options["num_generations"]
+        fields = common_options(MULTI_HOP, seed=args.seed)
+        fields |= dict(output_dir=folder, beta=0.001, max_tool_calling_iterations=MULTI_HOP.max_searches)
+        fields |= options
+        fields["per_device_train_batch_size"] = args.prompts * options["num_generations"]
+        fields["max_steps"] = args.steps + 1
         trainer = trainer_class(
             model=str(start),
             reward_funcs=MULTI_HOP.reward,
-            args=config_class(
-                **{**common, **options, "per_device_train_batch_size": rows, "max_steps": args.steps + 1}
-            ),
+            args=config_class(**fields),
             train_dataset=MULTI_HOP.build_dataset(2000, seed=args.seed),
             environment_factory=MULTI_HOP.environment_factory,
         )
         trainer.remove_callback(PrinterCallback)
         watch = Stopwatch(trainer)
         trainer.train()
-    return watch.steps[1:], [log for log in trainer.state.log_history if "step_time" in log][1:]
+    logs = [log for log in trainer.state.log_history if "step_time" in log]
+    return watch.steps[1:], logs[1:]
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each trainer in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    ways = {
-        "GRPO": (GRPOTrainer, GRPOConfig, {"num_generations": 8}),
-        "BranPO": (BranPOTrainer, BranPOConfig, {"num_generations": 4}),
-    }
-    steps, logs, ratios = {name: [] for name in ways}, {name: [] for name in ways}, []
+    steps, logs = {name: [] for name in TRAINERS}, {name: [] for name in TRAINERS}
+    ratios = []
     for _ in range(args.rounds):
         means = {}
-        for name, way in ways.items():
-            timed, logged = run(*way, args)
+        for name, (trainer_class, config_class, options) in TRAINERS.items():
+            timed, logged = run(trainer_class, config_class, options, args)
             means[name] = statistics.fmean(step["step"] for step in timed)
             steps[name] += timed
             logs[name] += logged
         ratios.append(means["BranPO"] / means["GRPO"])
     print("seconds   " + "".join(f"{part:>18s}" for part in PARTS))
-    for name in ways:
-        print(f"{name:10s}" + "".join(f"{statistics.fmean(s.get(p, 0.0) for s in steps[name]):18.3f}" for p in PARTS))
+    for name in TRAINERS:
+        line = f"{name:10s}"
+        for part in PARTS:
+            seconds = statistics.fmean(step.get(part, 0.0) for step in steps[name])
+            line += f"{seconds:18.3f}"
+        print(line)
     print(
         f"a step of BranPO takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f}-{max(ratios):.2f})"
     )
-    for key in ("branch/contrastive_fraction", "branch/redundant_fraction", "branch/depth", "branch/token_ratio"):
-        values = [log[key] for log in logs["BranPO"] if key in log]
-        print(f"{key:30s}{statistics.fmean(values):8.3f}")
+    for metric in METRICS:
+        values = [log[metric] for log in logs["BranPO"] if metric in log]
+        print(f"{metric:30s}{statistics.fmean(values):8.3f}")
 
 
 if __name__ == "__main__":

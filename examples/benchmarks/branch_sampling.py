@@ -1,12 +1,18 @@
-"""Do contrastive branches help an agent whose failures lie at the tail? BranPO beside GRPO, offline on a CPU.
+"""Compare BranPO with GRPO for an agent that mostly fails at the end of its trajectories, offline on a CPU.
 
     python examples/benchmarks/branch_sampling.py --seeds 0 1 2 --tokens 6e5
 
-A tiny model learns from demonstrations how to answer questions over several searches; they end badly in known places.
-As in the paper, GRPO rolls out 8 trajectories per prompt and BranPO 4 with branches. Controls: GRPO with BranPO's 4,
-no redundant step masking, a fixed schedule (one response back, whatever the difficulty). Prints the share of held-out
-questions answered right (sampled at temperature 1) at equal generated tokens, CPU seconds and optimiser steps, the
-mean over seeds with a 95 % t-interval, differences to GRPO paired by seed.
+The task is to answer questions with several searches. A tiny model first learns from demonstrations, which search well
+but often end with a wrong answer. As in the paper, GRPO samples 8 trajectories per prompt, and BranPO samples 4 and
+branches from them. There are three controls:
+
+- GRPO with 4 trajectories per prompt
+- BranPO without the masking of redundant steps
+- BranPO with a fixed schedule: every branch starts before the last response, for easy and for hard prompts
+
+The tables have the share of right answers to held-out questions, sampled at temperature 1. The arms are compared at
+equal generated tokens, CPU seconds and optimizer steps: means over the seeds, and differences to GRPO paired by seed,
+with 95 % t-intervals.
 """
 
 import argparse
@@ -23,6 +29,7 @@ from trl_explore.tasks.multihop import MULTI_HOP
 from trl_explore.tasks.warm_start import warm_start
 
 FEW = {"num_generations": 4}
+# The same number and depth of branches for every accuracy of a group.
 FIXED = {"num_branches_solved": 2, "branch_depth_hard": 1, "branch_depth": 1, "redundancy_tries": 0}
 ARMS = [
     Arm("GRPO", "grpo"),
@@ -34,9 +41,9 @@ ARMS = [
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--tokens", type=float, default=6e5)
+    parser.add_argument("--tokens", type=float, default=6e5, help="generated tokens of every run")
     parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient of all arms")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
@@ -45,10 +52,11 @@ def main():
         type=float,
         nargs="+",
         default=MULTI_HOP.right_probabilities,
-        help="probabilities of demonstrations to end well, dealt out over the relations that can come last",
+        help="probabilities that a demonstration ends with the right answer; the last relations of a question take "
+        "these values one after the other",
     )
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
-    parser.add_argument("--evaluate_every", type=int, default=20)
+    parser.add_argument("--evaluate_every", type=int, default=20, help="optimizer steps between evaluations")
     parser.add_argument("--output", default="out/branch_sampling")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,12 +1,15 @@
-"""Measure how much contrast a generated token buys: fresh prompts, and each explorer of unsolved prompts.
+"""Measure how many groups with contrast each source of training data yields per generated token.
 
     python examples/benchmarks/contrast.py dead_ends late_code --seeds 80 81
     python examples/benchmarks/contrast.py --config my_comparison.yaml
 
-`auto` trains with GRPO's tuned fields. It gives each unsolved prompt to a random explorer, so that all explorers are
-measured under one policy. The result is the mean of `explore/contrast_per_token/<source>` over each third of training,
-in groups with contrast per 1,000 generated tokens. A group of fresh prompts counts with the share of its completions
-that failed.
+A group has contrast if its completions have different rewards. The sources are fresh prompts (`plain` in the table),
+and the explorers, which sample unsolved prompts in another way.
+
+`AutoExploreTrainer` trains with the tuned fields of GRPO, and gives each unsolved prompt to a random explorer. So all
+explorers are measured with the same policy. The table has the mean of the metric
+`explore/contrast_per_token/<source>` in each third of training: groups with contrast per 1,000 generated tokens. The
+group of a fresh prompt counts with the share of its completions that failed.
 """
 
 import argparse
@@ -25,11 +28,12 @@ METRIC = "explore/contrast_per_token/"
 
 
 def comparison_of(regime: Regime, seeds: list[int]) -> dict[str, Any]:
-    """Return the comparison that measures a regime."""
+    """Return the configuration of `trl-explore compare` that measures a regime."""
+    is_agent = regime.name in AGENTS
     options = {
         **best(regime, ("baseline",))["options"],
-        "explore_min_share": 1.0,
-        "explorers": list(EXPLORERS[regime.name in AGENTS]),
+        "explore_min_share": 1.0,  # all explorers get equal shares, so their choice is random
+        "explorers": list(EXPLORERS[is_agent]),
     }
     document = {**regime.comparison, "seeds": seeds, "evaluations": 1}
     document.pop("samples_at_ends", None)
@@ -37,7 +41,8 @@ def comparison_of(regime: Regime, seeds: list[int]) -> dict[str, Any]:
 
 
 def rates(runs: Path) -> dict[str, list[float]]:
-    """Return the mean contrast per 1,000 tokens by source, for each third of training, over all seeds."""
+    """Return the groups with contrast per 1,000 tokens, by source: the mean in each third of training, over all
+    seeds. A third in which a source was not measured is left out."""
     found: dict[str, list[list[float]]] = {}
     for run in sorted(runs.glob("*-seed*")):
         state = max(run.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
@@ -55,18 +60,18 @@ def rates(runs: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measure regimes, or a comparison of one's own."""
+    """Train the comparisons of the given regimes and of `--config`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = sorted(path.stem for path in folder().glob("*.yaml"))
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"of {', '.join(known)}")
-    parser.add_argument("--config", type=Path, help="a comparison with one arm of `auto`, instead of a regime")
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"one of {', '.join(known)}")
+    parser.add_argument("--config", type=Path, help="your own comparison with one arm `auto`, in addition to regimes")
     parser.add_argument("--seeds", nargs="*", type=int, default=[80, 81])
     parser.add_argument("--output_dir", type=Path, default=Path("out/contrast"))
     args = parser.parse_args()
     documents = {}
     for name in args.regimes:
         if name not in known:
-            parser.error(f"{name!r} is no regime: choose of {', '.join(known)}")
+            parser.error(f"unknown regime {name!r}: choose one of {', '.join(known)}")
         documents[name] = comparison_of(Regime.load(folder() / f"{name}.yaml"), args.seeds)
     if args.config is not None:
         documents[args.config.stem] = yaml.safe_load(args.config.read_text())
@@ -80,7 +85,8 @@ def main() -> None:
         command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
         subprocess.run([*command, "--output_dir", str(target / "runs")], check=True, stdout=subprocess.DEVNULL)
         for source, thirds in rates(target / "runs").items():
-            print(f"| {name} | {source} | {' | '.join(f'{rate:.2f}' for rate in thirds)} |")
+            cells = [f"{rate:.2f}" for rate in thirds]
+            print(f"| {name} | {source} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Draw the first picture of `docs/evidence.md`: best rival, best method and `auto` above tuned GRPO on every problem.
+"""Draw the first picture of `docs/evidence.md`: the leads of best rival, best method and `auto` over tuned GRPO.
 
     python examples/benchmarks/evidence_picture.py
 
-The script draws the numbers of `evidence_table.md` and writes `evidence.png`. Run it after `evidence_table.py`.
+The picture `evidence.png` has one row per problem, and the numbers of `evidence_table.md`. So run this script after
+`evidence_table.py`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ Lead = tuple[float, float, float]  # points above GRPO: mean, lower and upper en
 
 
 def leads(regime: Regime) -> dict[str, Lead]:
-    """Return the leads over GRPO at equal tokens by the names of `STYLES`, without `auto` if it was not measured."""
+    """Return the leads over GRPO at equal tokens, by the keys of `STYLES`. `auto` is missing if it was not
+    measured."""
     if (auto_regimes.RESULTS / f"{regime.name}.csv").exists():
         return leads_with_auto(regime)
     results = results_of(regime)
@@ -43,9 +45,9 @@ def leads(regime: Regime) -> dict[str, Lead]:
 
 
 def leads_with_auto(regime: Regime) -> dict[str, Lead]:
-    """Return the leads over GRPO at equal tokens on the seeds of `auto_regimes.py`."""
+    """Return the leads over GRPO at equal tokens on the seeds of `auto_regimes.py`, by the keys of `STYLES`."""
     runs = auto_regimes.read(regime)
-    base, rival, method, *_ = runs
+    base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
     found = {}
     for role, arm in (("best rival", rival), ("best method", method), ("auto", "auto")):
         mean, half = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
@@ -57,16 +59,28 @@ def leads_with_auto(regime: Regime) -> dict[str, Lead]:
 def draw_leads(
     rows: Mapping[str, Mapping[str, Lead]], labels: Mapping[str, str], path: Path, *, size: tuple[float, float]
 ) -> None:
-    """Draw a row per entry of `rows`, the first on top, with a mark per role of `labels`, and write the picture."""
+    """
+    Draw leads over GRPO with their intervals, and write the picture.
+
+    Args:
+        rows (`Mapping[str, Mapping[str, Lead]]`):
+            Name of each row, from top to bottom, and the leads in this row by role.
+        labels (`Mapping[str, str]`):
+            Roles to draw, and their labels in the legend. Each role is a key of `STYLES`.
+        path (`Path`):
+            File of the picture.
+        size (`tuple[float, float]`):
+            Width and height of the picture, in inches.
+    """
     figure, axis = plt.subplots(figsize=size)
-    named = set()
+    in_legend = set()
     for place, found in enumerate(reversed(rows.values())):
         for number, role in enumerate(labels):
             if role not in found:
                 continue
             mean, low, high = found[role]
-            label = None if role in named else labels[role]
-            named.add(role)
+            label = None if role in in_legend else labels[role]
+            in_legend.add(role)
             height = place + 0.24 * ((len(labels) - 1) / 2 - number)
             style = dict(STYLES[role], label=label, linestyle="", markersize=6, capsize=2.5)
             axis.errorbar(mean, height, xerr=[[mean - low], [high - mean]], **style)
@@ -84,7 +98,7 @@ def draw_leads(
 
 
 def draw() -> None:
-    """Write the picture."""
+    """Write the picture of all problems."""
     rows = {name: leads(Regime.load(folder() / f"{name}.yaml")) for name in PROBLEMS}
     draw_leads(rows, {role: role for role in STYLES}, TARGET, size=(6.6, 6.4))
 

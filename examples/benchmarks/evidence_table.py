@@ -2,10 +2,11 @@
 
     python examples/benchmarks/evidence_table.py
 
-The script writes the table to `evidence_table.md`. If `auto_results` has a file for a problem, the row comes from this
-file: all arms ran on new seeds, and the rival and the method were chosen before. Otherwise, the row comes from the
-verdict stage of the regime, where the rival and the method are the best ones on the same seeds, and `auto` was not
-measured. Run this script after `auto_regimes.py` and after `regimes.py train`.
+The script writes the table to `evidence_table.md`. Run it after `auto_regimes.py` and after `regimes.py train`.
+
+If `auto_results` has a file for a problem, the row comes from this file. There, all arms ran on new seeds, and the
+rival and the method had been chosen before on other seeds. Otherwise, the row comes from the verdict stage of the
+regime. There, `auto` was not measured, and the rival and the method were chosen on the seeds of the row itself.
 """
 
 import statistics
@@ -19,7 +20,7 @@ from regimes_results import read_results, timed_alike, to_runs
 from trl_explore.compare.costs import mean_along
 
 TARGET = Path(__file__).resolve().with_suffix(".md")
-# The order is that of the questions in docs/evidence.md.
+# In the order of the questions in docs/evidence.md.
 PROBLEMS = {
     "dead_ends": "five doors in a row; a wrong door ends the answer",
     "deep_ends": "eight doors in a row; a wrong door ends the answer",
@@ -32,26 +33,28 @@ PROBLEMS = {
     "late_falls": "an agent that fails late, five to eight turns",
     "tail_errors": "an agent that fails in its last turn, three to five turns",
 }
-METRICS = {"greedy": "greedy accuracy", "reward": "mean reward"}  # other metrics keep their names
-# The files of the results call this rival `clip-higher`, which hides its second iteration.
+# Names of metrics in the table. Other metrics keep their names.
+METRICS = {"greedy": "greedy accuracy", "reward": "mean reward"}
+# Names of arms in the table. The name `clip-higher` in the results does not show that this arm trains twice on a batch.
 NAMES = {"clip-higher": "higher clip, two iterations"}
 NOT_MEASURED = "not measured yet"
 
 
 def joined(tokens: str, seconds: str) -> str:
-    """Return the verdict at equal tokens, and the one at equal CPU seconds if it differs."""
+    """Return the verdict at equal tokens, and the verdict at equal CPU seconds if it differs."""
     return tokens if tokens == seconds else f"{tokens}; at equal CPU seconds {seconds}"
 
 
 def row_with_auto(regime: Regime) -> list[str]:
     """Return the cells of a problem for which `auto` was measured."""
     runs, metric = auto_regimes.read(regime), regime.metric
-    base, rival, method, *_ = runs
+    base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
     shown, verdicts = {}, {}
     for arm in (rival, method, "auto"):
-        gaps = {cost: auto_regimes.gaps(runs, arm, base, cost=cost, metric=metric) for cost in auto_regimes.COSTS}
-        shown[arm] = auto_regimes.shown(*gaps["tokens"])
-        verdicts[arm] = joined(*(auto_regimes.verdict(*gap) for gap in gaps.values()))
+        at_tokens = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric)
+        at_seconds = auto_regimes.gaps(runs, arm, base, cost="cpu_seconds", metric=metric)
+        shown[arm] = auto_regimes.shown(*at_tokens)
+        verdicts[arm] = joined(auto_regimes.verdict(*at_tokens), auto_regimes.verdict(*at_seconds))
     reading = auto_regimes.reading_of(runs, "tokens")
     level = statistics.mean(mean_along(points, "tokens", reading, metric) for points in runs[base].values())
     names = [f"{NAMES.get(arm, arm)} {shown[arm]}" for arm in (rival, method)]
@@ -60,13 +63,13 @@ def row_with_auto(regime: Regime) -> list[str]:
 
 
 def results_of(regime: Regime) -> Results:
-    """Return the results of a regime on its first ten seeds."""
+    """Return the results of a regime for the arms, fields and seeds in its file, with CPU seconds of one sitting."""
     rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
     return Results(regime, timed_alike(rows))
 
 
 def row_without_auto(regime: Regime) -> list[str]:
-    """Return the cells of a problem for which only the regime was measured."""
+    """Return the cells of a problem for which `auto` was not measured."""
     results = results_of(regime)
     rival = auto_regimes.best(regime, ("rival", "more samples"))["name"]
     method = auto_regimes.best(regime, ("method",))["name"]
@@ -79,14 +82,18 @@ def row_without_auto(regime: Regime) -> list[str]:
         assert found is not None, f"{regime.name} has no results for {arm}"
         return found
 
-    names = [f"{NAMES.get(arm, arm)} {effect(arm, 'tokens')}".replace("**", "") for arm in (rival, method)]
+    names = []
+    for arm in (rival, method):
+        text = f"{NAMES.get(arm, arm)} {effect(arm, 'tokens')}"
+        names.append(text.replace("**", ""))  # clear effects are bold
     cells = [f"{100 * level:.1f}", *names]
-    verdicts = [verdict_of(effect(method, cost)) for cost in ("tokens", results.seconds)]
-    return [*cells, joined(*verdicts), NOT_MEASURED, ""]
+    at_tokens = verdict_of(effect(method, "tokens"))
+    at_seconds = verdict_of(effect(method, results.seconds))
+    return [*cells, joined(at_tokens, at_seconds), NOT_MEASURED, ""]
 
 
 def verdict_of(effect: Effect) -> str:
-    """Return "ahead" or "behind" if the interval of the difference excludes 0, else "level"."""
+    """Return "ahead" or "behind" if the interval of the effect excludes 0, otherwise "level"."""
     if not effect.clear:
         return "level"
     return "ahead" if effect.mean > 0 else "behind"

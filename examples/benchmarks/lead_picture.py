@@ -1,4 +1,4 @@
-"""Draw how far `auto` is above tuned GRPO on each problem, next to the best rival.
+"""Draw the picture of `README.md`: the leads of `auto` and of the best rival over tuned GRPO on five problems.
 
     python examples/benchmarks/lead_picture.py
 
@@ -10,7 +10,7 @@ from evidence_picture import draw_leads, leads_with_auto
 
 PICTURE = RESULTS / "lead.png"
 LABELS = {"best rival": "best variant of GRPO\nwithout exploration", "auto": "AutoExploreTrainer"}
-# A reader of the README knows none of our names for the problems.
+# Descriptions of the problems, because a reader of the README does not know their names.
 WORDS = {
     "deep_ends": "deep_ends:\neight choices in a row,\na wrong one ends the answer",
     "dead_ends": "dead_ends:\nfive choices in a row,\na wrong one ends the answer",
@@ -22,7 +22,10 @@ WORDS = {
 
 def draw() -> None:
     """Write the picture."""
-    rows = {words: leads_with_auto(Regime.load(folder() / f"{name}.yaml")) for name, words in WORDS.items()}
+    rows = {}
+    for name, words in WORDS.items():
+        regime = Regime.load(folder() / f"{name}.yaml")
+        rows[words] = leads_with_auto(regime)
     draw_leads(rows, LABELS, PICTURE, size=(6.2, 5.2))
 
 
