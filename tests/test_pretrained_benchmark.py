@@ -143,7 +143,7 @@ def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, m
         "tasks": {"chain": task},
     }
     settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump(document))
+    settings.write_text(yaml.safe_dump(document, sort_keys=False))
     monkeypatch.setattr(pretrained.read_tasks, "__defaults__", (settings,))
     monkeypatch.setattr(sys, "argv", ["pretrained.py", "train", "--output_dir", str(tmp_path / "out")])
     handler = signal.getsignal(signal.SIGINT)
@@ -151,10 +151,14 @@ def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, m
     signal.signal(signal.SIGINT, handler)
     first = (tmp_path / "results" / "chain.csv").read_text()
     (chain,) = pretrained.read_tasks().values()
+    steps = pretrained.read_steps(chain)
+    assert {row["stage"] for row in steps} == set(chain.stages)
+    assert any(row["explore/share/resample"] for row in steps if row["arm"] == "resampling alone")
     assert pretrained.status([chain]) == "chain: complete"
     build_model(seed=0)  # the random state of a later call is another one
     pretrained.main()
     assert (tmp_path / "results" / "chain.csv").read_text() == first
+    assert pretrained.read_steps(chain) == steps
     monkeypatch.setattr(sys, "argv", ["pretrained.py", "report"])
     capsys.readouterr()
     pretrained.main()

@@ -12,12 +12,14 @@
   of two advantages. Before *fields* is finished, only the arms without a choice are known.
 - *shuffled*: GRPO with rewards that are shuffled within the batch. It must not learn.
 
-`--stages` names the stages to train, and `--arms` the arms. Finished runs are in `pretrained_results/<task>.csv`. They
-are not trained again, also on another machine. All runs of a seed should come from one machine, because another one
-teaches the model slightly differently. The report names the seeds whose models differed before training.
+`--stages` names the stages to train, and `--arms` the arms. Finished runs are in `pretrained_results/<task>.csv`, and
+their steps in `<task>_steps.csv`. They are not trained again, also on another machine. All runs of a seed should come
+from one machine, because another one teaches the model slightly differently. The report names the seeds whose models
+differed before training.
 """
 
 import argparse
+import csv
 import signal
 import statistics
 from collections.abc import Sequence
@@ -28,10 +30,12 @@ from typing import Any
 import torch
 import yaml
 from regimes_results import Row, read_results, to_runs
-from stages import collect, runs_of_stage, train_missing
+from stages import collect, folder_of_stage, runs_of_stage, train_missing, with_arms
 
 from trl_explore.compare.costs import interval, mean_along, mean_curve, other_starts, value_at
+from trl_explore.compare.folder import RESULT
 from trl_explore.compare.run import Run
+from trl_explore.compare.settings import arm_folder
 
 HERE = Path(__file__).resolve().parent
 SETTINGS, RESULTS = HERE / "pretrained.yaml", HERE / "pretrained_results"
@@ -39,6 +43,7 @@ BASE = "GRPO"
 SHUFFLED = "examples.benchmarks.pretrained:shuffled_rewards"
 SHORT_RUN, OVERHEAD = 600.0, 1.4  # seconds of a run if none is finished; loading and evaluation next to training
 COSTS = {"tokens": "generated tokens", "cpu_seconds": "CPU seconds"}
+STEP_METRICS = ("step", "tokens", "reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
 Arm = dict[str, Any]
 
 
@@ -188,7 +193,49 @@ def train(task: Task, args: argparse.Namespace) -> None:
         if document is None:
             print(f"{task.name}: {stage} needs the learning rate. Train the stage rates first")
             return
-        train_missing(task.path, document, stage, folder, arms=args.arms, processes=args.processes)
+        try:
+            train_missing(task.path, document, stage, folder, arms=args.arms, processes=args.processes)
+        finally:
+            add_steps(task, document, stage, folder, args.arms)
+
+
+def add_steps(
+    task: Task, document: dict[str, Any], stage: str, folder: Path, arms: Sequence[str] | None = None
+) -> None:
+    """Add the logs of finished runs to the file with the steps of a task, one row per training step."""
+    rows = read_steps(task)
+    known = {(row["stage"], row["arm"], int(row["seed"])) for row in rows}
+    trained = with_arms(document, arms)
+    place = folder_of_stage(trained, stage, folder)
+    for arm in trained["arms"]:
+        for seed in trained["seeds"]:
+            path = place / f"{arm_folder(arm['name'])}-seed{seed}" / RESULT
+            if (stage, arm["name"], seed) in known or not path.is_file():
+                continue
+            for logs in Run.load(path).steps:
+                row = {"stage": stage, "arm": arm["name"], "seed": seed}
+                row |= {name: f"{value:.6g}" for name, value in logs.items() if is_kept(name)}
+                rows.append(row)
+    if rows:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        with open(task.path.with_name(f"{task.name}_steps.csv"), "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def is_kept(name: str) -> bool:
+    """Return whether the file with the steps has this metric."""
+    return name in STEP_METRICS or name.startswith("explore/share/")
+
+
+def read_steps(task: Task) -> list[dict[str, str]]:
+    """Return the rows of the file with the steps of a task. Empty if there is no file."""
+    path = task.path.with_name(f"{task.name}_steps.csv")
+    if not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def status(tasks: Sequence[Task]) -> str:
@@ -369,6 +416,7 @@ def main() -> None:
                 document = task.document(stage, read_results(task.path))
                 if document is not None:
                     count = collect(task.path, document, stage, args.output_dir / task.name, arms=args.arms)
+                    add_steps(task, document, stage, args.output_dir / task.name, args.arms)
                     print(f"{task.name}, {stage}: {count} runs missing")
     else:
         if args.minutes:
