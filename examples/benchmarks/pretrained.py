@@ -6,7 +6,8 @@
 
 `pretrained.yaml` has the tasks and the arms. Each task has these stages:
 
-- *rates*: GRPO at three learning rates, on one development seed. All arms of the task get the best rate.
+- *rates*: GRPO at three learning rates, on one development seed. All arms of the task get the best rate. Before this
+  stage is finished, they get the rate `first_rate`.
 - *fields*: each rival and each method with two values of its main field, on the development seed.
 - *verdict*: all arms with the best values, on fresh seeds. `auto` has its defaults, and also runs with the better one
   of two advantages. Before *fields* is finished, only the arms without a choice are known.
@@ -71,6 +72,8 @@ class Task:
             Arms with `name`, `method`, `options` and `choice`.
         learning_rates (`list[float]`):
             Rates of the first stage.
+        first_rate (`float`):
+            Rate of the other stages before the first stage is finished.
         judged_by (`list[str]`):
             Metrics by which settings are chosen.
         advantages (`list[str]`):
@@ -82,6 +85,7 @@ class Task:
     stages: dict[str, dict[str, Any]]
     arms: list[Arm]
     learning_rates: list[float]
+    first_rate: float
     judged_by: list[str]
     advantages: list[str]
 
@@ -90,12 +94,10 @@ class Task:
         """Path of the results."""
         return RESULTS / f"{self.name}.csv"
 
-    def document(self, stage: str, rows: list[Row]) -> dict[str, Any] | None:
-        """Return the comparison of a stage for `trl-explore compare`, or None if the rates are not finished."""
+    def document(self, stage: str, rows: list[Row]) -> dict[str, Any]:
+        """Return the comparison of a stage for `trl-explore compare`."""
         if stage == "rates":
             arms = [self.at_rate(rate) for rate in self.learning_rates]
-        elif self.missing("rates", rows):
-            return None
         elif stage == "fields":
             arms = [entry for arm in self.arms for entry in self.variants(arm, rows)]
         elif stage == "shuffled":
@@ -110,10 +112,8 @@ class Task:
         return {**self.comparison, **self.stages[stage], "arms": arms}
 
     def missing(self, stage: str, rows: list[Row]) -> int:
-        """Return the number of missing runs of a stage. An earlier stage must be finished."""
-        document = self.document(stage, rows)
-        assert document is not None
-        _, known, wanted = runs_of_stage(document, stage, rows)
+        """Return the number of missing runs of a stage, with the arms that are known so far."""
+        _, known, wanted = runs_of_stage(self.document(stage, rows), stage, rows)
         return len(wanted - known.keys())
 
     def at_rate(self, rate: float) -> Arm:
@@ -121,7 +121,9 @@ class Task:
         return {"name": f"{BASE}, {rate:g}", "method": "grpo", "options": {"learning_rate": rate}}
 
     def rate(self, rows: list[Row]) -> dict[str, Any]:
-        """Return the field of the best learning rate."""
+        """Return the field of the best learning rate, or of the first rate if no rate was tried."""
+        if self.missing("rates", rows):
+            return {"learning_rate": self.first_rate}
         return self.best([self.at_rate(rate) for rate in self.learning_rates], "rates", rows)["options"]
 
     def variants(self, arm: Arm, rows: list[Row]) -> list[Arm]:
@@ -176,6 +178,7 @@ def read_tasks(path: Path = SETTINGS) -> dict[str, Task]:
             stages=document["stages"],
             arms=[*document["arms"], *entry["arms"]],
             learning_rates=document["learning_rates"],
+            first_rate=document["first_rate"],
             judged_by=document["judged_by"],
             advantages=document["advantages"],
         )
@@ -190,9 +193,6 @@ def train(task: Task, args: argparse.Namespace) -> None:
     folder = args.output_dir / task.name
     for stage in args.stages or task.stages:
         document = task.document(stage, read_results(task.path))
-        if document is None:
-            print(f"{task.name}: {stage} needs the learning rate. Train the stage rates first")
-            return
         try:
             train_missing(task.path, document, stage, folder, arms=args.arms, processes=args.processes)
         finally:
@@ -244,7 +244,8 @@ def status(tasks: Sequence[Task]) -> str:
     for task in tasks:
         rows, counts = read_results(task.path), {}
         for stage in task.stages:
-            is_known = stage == "rates" or (task.document(stage, rows) is not None and not counts.get("fields"))
+            # The verdict has further arms when the fields are chosen.
+            is_known = stage != "verdict" or not counts["fields"]
             counts[stage] = task.missing(stage, rows) if is_known else expected(task, stage)
         seconds = []
         for stage in task.stages:
@@ -414,10 +415,9 @@ def main() -> None:
         for task in tasks:
             for stage in args.stages or stages:
                 document = task.document(stage, read_results(task.path))
-                if document is not None:
-                    count = collect(task.path, document, stage, args.output_dir / task.name, arms=args.arms)
-                    add_steps(task, document, stage, args.output_dir / task.name, args.arms)
-                    print(f"{task.name}, {stage}: {count} runs missing")
+                count = collect(task.path, document, stage, args.output_dir / task.name, arms=args.arms)
+                add_steps(task, document, stage, args.output_dir / task.name, args.arms)
+                print(f"{task.name}, {stage}: {count} runs missing")
     else:
         if args.minutes:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup ... &` ignores the signal
