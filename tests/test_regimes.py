@@ -244,19 +244,24 @@ def test_a_collapse_is_read_against_the_start_and_against_the_best_on_developmen
     ("changes", "message"),
     [
         ({"seed": 1}, "small.yaml: unknown field 'seed'; did you mean 'seeds'?"),
-        ({"arms": ARMS[1:]}, "the first is the baseline, the second has more samples"),
-        ({"arms": [*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [1.0]}}]}, "tuned alike, over two values"),
+        ({"arms": ARMS[1:]}, "the first arm must have the role baseline, the second the role more samples"),
+        (
+            {"arms": [*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [1.0]}}]},
+            "arm G2RL: knob={'novelty_weight': [1.0]}: give one field with two values",
+        ),
         ({"arms": [*ARMS[:2], {**ARMS[2], "role": "hero"}]}, "role='hero': choose one of baseline"),
         ({"arms": [*ARMS[:3], {**ARMS[3], "of": "SESA"}]}, "of='SESA': name the method"),
         ({"arms": [*ARMS[:2], {**ARMS[2], "grid": {}}]}, "arm G2RL: unknown field 'grid'"),
         ({"arms": [*ARMS[:2], {**ARMS[2], "method": "g2lr"}]}, "unknown method 'g2lr'; did you mean 'g2rl'?"),
+        ({"arms": [*ARMS[:2], {"name": "SESA", "method": "sesa", "role": "method"}]}, "arm SESA: give it a knob"),
+        ({"comparison": {**REGIME["comparison"], "budget": {"steps": 3}}}, "give the budget in tokens"),
         ({"metric": "pass_at_1"}, "metric='pass_at_1' is not measured"),
         ({"variety": "coverage_at_8"}, "variety='coverage_at_8' is not measured"),
         ({"rivals": ["MaxRl"]}, "rivals: unknown rival 'MaxRl'; did you mean 'MaxRL'?"),
         ({"seeds": {"second": [7]}}, "seeds: unknown stage 'second'; did you mean 'seconds'?"),
         (
             {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_16", "pass_at_64"]}},
-            "more than 35 samples",
+            "they need 64 samples per problem, but a results file can hold the successes of at most 35",
         ),
     ],
 )
@@ -266,6 +271,15 @@ def test_what_is_wrong_with_a_regime_is_said_in_a_sentence(regimes, changes, mes
     with pytest.raises(SystemExit):
         regimes.main()
     assert message in capsys.readouterr().err
+
+
+def test_older_rows_keep_fewer_metrics_when_a_metric_is_removed(regimes, results):
+    regime = load(regimes)
+    rows = made(results, "verdict", regime.arms, [[0.2]] * 4)
+    results.write_results(regime.path, rows, METRICS)
+    results.write_results(regime.path, results.read_results(regime.path), METRICS[:1])
+    found = results.read_results(regime.path)
+    assert len(found) == len(rows) and METRICS[0] in found[0] and METRICS[1] not in found[0]
 
 
 def test_names_of_regimes_may_follow_flags(regimes, monkeypatch):
@@ -381,7 +395,7 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
     results.write_results(changed.path, rows, ["greedy_accuracy", "pass_at_16"])
     if only_g2rl:
         report.report([changed], Path("results"))
-        assert "2 runs are not of the regime as it is now and left out: G2RL\n" in capsys.readouterr().out
+        assert "2 runs do not match the regime's file and are left out: G2RL\n" in capsys.readouterr().out
         assert "| G2RL | " not in Path("results.md").read_text()
     elif not one_seed:
         with pytest.raises(SystemExit, match="no results yet"):
@@ -439,7 +453,7 @@ def test_what_is_missing_is_said_with_the_time_it_takes(regimes, results, plan):
     regime = load(regimes)
     text = regimes.outlook([regime], None)
     assert "small: 34 runs missing (admission rates 4, admission 4, rates 4, knob 2, collapse 2" in text
-    assert text.endswith("no run of it has shown yet how long one takes")
+    assert text.endswith("the time is unknown until a first run has finished")
     arms = plan.stage_arms(regime, "admission rates", [])
     rows = made(results, "admission rates", arms, [[0.2]] * 4)
     for row in rows:
@@ -449,7 +463,7 @@ def test_what_is_missing_is_said_with_the_time_it_takes(regimes, results, plan):
     results.write_results(regime.path, rows[:-2], METRICS)
     assert "31 runs missing (admission rates 1, admission 4" in regimes.outlook([regime], 2)
     results.write_results(regime.path, rows, METRICS)
-    assert regimes.outlook([regime], 2).endswith("about 3.8 hours, by the 4 runs that are there")
+    assert regimes.outlook([regime], 2).endswith("about 3.8 hours, estimated from 4 finished runs")
 
 
 @pytest.mark.slow

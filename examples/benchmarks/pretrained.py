@@ -244,9 +244,9 @@ def status(tasks: Sequence[Task]) -> str:
     for task in tasks:
         rows, counts = read_results(task.path), {}
         for stage in task.stages:
-            # The verdict has further arms when the fields are chosen.
-            is_known = stage != "verdict" or not counts["fields"]
-            counts[stage] = task.missing(stage, rows) if is_known else expected(task, stage)
+            counts[stage] = task.missing(stage, rows)
+            if stage == "verdict" and counts["fields"]:  # the other arms are known when their fields are chosen
+                counts[stage] += expected(task, stage) - len(task.document(stage, rows)["arms"]) * num_seeds(task)
         seconds = []
         for stage in task.stages:
             seconds += [run.points[-1]["cpu_seconds"] for run in to_runs(rows, stage)]
@@ -255,6 +255,11 @@ def status(tasks: Sequence[Task]) -> str:
         hours = each * sum(counts.values()) / 3600
         lines.append(f"{task.name}: {f'missing: {missing}; about {hours:.1f} core hours' if missing else 'complete'}")
     return "\n".join(lines)
+
+
+def num_seeds(task: Task) -> int:
+    """Return the number of seeds of the verdict."""
+    return len(task.stages["verdict"]["seeds"])
 
 
 def expected(task: Task, stage: str) -> int:

@@ -1,29 +1,43 @@
-"""When does exploration pay? Methods beside GRPO, its cheap rivals and controls, where exploration can pay at all.
+"""Benchmark: compare exploration methods with GRPO, its cheap rivals and controls, where exploration may help.
 
-    python examples/benchmarks/regimes.py train late_code      # or several regimes, or none for all: what is missing
-    python examples/benchmarks/regimes.py report               # tables, verdicts and pictures from results/*.csv
+    python examples/benchmarks/regimes.py train late_code      # train the missing runs; without a name: of all regimes
+    python examples/benchmarks/regimes.py report               # write tables, verdicts and pictures
 
-A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms. Its stages, one after the other:
+A *regime* is a problem with its arms and settings. It is a YAML file in `regimes/`. The environment variable `REGIMES`
+names another folder. An *arm* is a method with its options. Its role is one of:
 
-- *admission rates*, *admission*: GRPO and GRPO with four times the samples per prompt, for as many steps, each at its
-  best learning rate. Where more samples make it learn faster per step, it is limited by samples.
-- *rates*, *knob*: GRPO at three learning rates, and at the best of them with another value of one more field, on four
-  development seeds. Then so its rivals, which are GRPO as it was tuned with one thing changed.
-- *collapse*: GRPO, with an entropy bonus, a KL penalty or neither, at the setting that keeps most variety at the end.
-  Where it ends below where it began, or below its own best, it is limited by collapse.
-- *method rates*, *method knob*: the methods and their controls, tuned alike. A regime that is limited by neither ends
-  before that, unless `--anyway` is given.
-- *verdict*: every arm at its best setting, on ten fresh seeds.
-- *seconds*: the first of these again, every arm in one sitting, because a machine is not equally fast at all times.
-  What it took for so many tokens is what the runs of the verdict are said to have taken. With several seeds of this
-  stage it is the mean of an arm's runs that counts.
+- *baseline*: GRPO.
+- *more samples*: GRPO with four times the samples per prompt.
+- *rival*: GRPO with one cheap change, from `rivals.yaml`, such as an entropy bonus.
+- *method*: an exploration method.
+- *control*: a method without its idea. It spends as much as the method.
 
-Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
-there with the same settings is not trained again, so a run that was stopped anywhere, or moved to another machine,
-goes on from there. Another machine trains other warm starts, by rounding: train all arms of a verdict on one, or the
-report names those that began elsewhere. `--processes 2` trains two runs at a time, which changes nothing but how long
-it takes: seconds are always measured one run at a time. On a GPU, `train --large --minutes 9` trains a model of 77
-million parameters, in slices. `REGIMES` names another folder of regimes.
+Every arm is tuned over the learning rate and over one more field with two values, its *knob*. The best setting is the
+one with the highest mean along the learning curve. The runs of a regime are trained in these stages, in this order:
+
+- *admission rates*, *admission*: The baseline and *more samples* train for an equal number of steps, each at its best
+  learning rate. If *more samples* learns clearly faster per step, GRPO is limited by samples.
+- *rates*, *knob*: The baseline and *more samples* are tuned on development seeds (four by default). First all learning
+  rates are tried, then the second value of the knob at the best learning rate.
+- *rival rates*, *rival knob*: The rivals are tuned in the same way, with the best value of the baseline's knob.
+- *collapse*: All settings that were tried for GRPO, for the entropy bonus and for the KL penalty are compared by their
+  variety (such as pass@16) at the end of training. The best one trains on the fresh seeds. If its variety ends clearly
+  below its start or its peak, GRPO is limited by variety.
+- *method rates*, *method knob*: The methods and controls are tuned in the same way. If GRPO is limited neither by
+  samples nor by variety, the regime is not admitted, and training ends before this stage. `--anyway` continues.
+- *verdict*: Every arm trains at its best setting, on fresh seeds (ten by default).
+- *seconds*: Every arm trains again on the first fresh seed, all in one sitting, because the speed of a machine changes
+  from day to day. Reports take the seconds of verdict runs from these runs. If a regime has several seeds for this
+  stage, reports take the mean.
+
+Results go to `regimes/results/<regime>.csv`. Runs that are in this file with the same settings are not trained again.
+So the command can be stopped at any time and continued, also on another machine. But train all verdict runs of a
+regime on one machine. Another machine may round differently and train other warm starts. The report lists the arms
+whose warm start differs from GRPO's.
+
+`--processes 2` trains two runs at a time, except in the stage *seconds*. The results are the same. On a GPU,
+`train --large --minutes 9` trains a model of 77 million parameters for nine minutes. Repeat the command until no run
+is missing.
 """
 
 import argparse
@@ -34,125 +48,144 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regimes_plan import STAGES, Regime, enlarged, expected, folder, stage_arms
-from regimes_results import read_results, to_runs, write_results
+from regimes_results import Row, read_results, to_runs, write_results
 from stages import folder_of_stage, runs_of_stage, train_missing
 
 from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
 
-OVERHEAD = 1.5  # what a run takes beside training: loading and evaluation
-TIMED_PROBLEMS = 16  # that are evaluated where only time is of interest
+OVERHEAD = 1.5  # duration of a run, with loading and evaluation, divided by its seconds of training
+TIMED_PROBLEMS = 16  # held-out problems in the stage "seconds", which needs no evaluation
 
 
 def train(regime: Regime, output_dir: Path, *, anyway: bool = False, processes: int | None = None) -> None:
     """
-    Trains what is missing of a regime, and adds it to its results stage by stage.
+    Train the missing runs of a regime, stage by stage, and add them to its results file.
 
     Args:
         regime ([`Regime`]):
             The regime.
         output_dir (`Path`):
-            Where checkpoints go.
+            Folder for checkpoints. The regime gets a folder in it.
         anyway (`bool`, *optional*, defaults to `False`):
-            Whether it goes on where GRPO lacks neither samples nor variety.
+            Whether to train methods even if the regime is not admitted.
         processes (`int`, *optional*):
-            Runs at a time. None for one, in this process.
+            Number of runs to train at a time. If None, one run at a time, in this process.
     """
-    from regimes_report import Results
+    from regimes_effects import Results
 
     for stage in STAGES:
         if stage == "method rates" and not anyway and not Results(regime, read_results(regime.path)).admitted:
-            print(f"{regime.name}: not admitted, nothing more is trained; --anyway does", flush=True)
+            print(
+                f"{regime.name}: not admitted, because GRPO is limited neither by samples nor by variety. "
+                "Its methods are not trained; --anyway trains them",
+                flush=True,
+            )
             return
         train_stage(regime, stage, output_dir / regime.name, processes=processes)
 
 
 def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int | None = None) -> None:
     """
-    Runs `trl-explore compare` on a stage, as far as the results do not have it yet.
+    Train the runs of a stage that the results file lacks, with `trl-explore compare`, and add them to the file.
 
     Args:
         regime ([`Regime`]):
             The regime.
         stage (`str`):
-            One of the stages.
+            One of `STAGES`.
         output_dir (`Path`):
-            Where checkpoints go.
+            Folder for checkpoints of the regime.
         processes (`int`, *optional*):
-            Runs at a time.
+            Number of runs to train at a time. The stage *seconds* ignores it and trains one.
     """
     from trl_explore.compare.settings import read_comparison
 
-    found = read_results(regime.path)
-    document = regime.document(stage, stage_arms(regime, stage, found))
+    rows = read_results(regime.path)
+    document = regime.document(stage, stage_arms(regime, stage, rows))
     if not document["arms"] or not document["seeds"]:
         return
     if stage != "seconds":
         train_missing(regime.path, document, stage, output_dir, processes=processes)
         return
-    rows, known, wanted = runs_of_stage(document, stage, found)
+    rows, known, wanted = runs_of_stage(document, stage, rows)
     if known.keys() == wanted:
         return
-    # Runs that were timed in another sitting cannot be compared, so the whole stage runs again.
+    # Seconds of different sittings cannot be compared. If one run is missing, all runs of the stage are trained again.
     metrics = list(read_comparison(document).metrics)
     write_results(regime.path, [row for row in rows if row["stage"] != stage], metrics)
     shutil.rmtree(folder_of_stage(document, stage, output_dir), ignore_errors=True)
-    num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))  # evaluation is not timed
+    # The seconds do not include evaluation, so a smaller evaluation leaves them unchanged.
+    num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
     evaluated = {"num_eval": num_problems, "samples_at_ends": None}
     train_missing(regime.path, document, stage, output_dir, evaluated=evaluated)
 
 
 def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
     """
-    What is still missing, and how long it will take.
+    Describe the missing runs of each regime, and estimate the time to train them.
+
+    The settings of a stage depend on the results of earlier stages. So if an earlier stage is not complete, all runs
+    of a stage count as missing. If a regime turns out not to be admitted, fewer runs are trained.
 
     Args:
         regimes (`Sequence[Regime]`):
             The regimes.
         processes (`int`, *optional*):
-            Runs at a time.
+            Number of runs to train at a time.
 
     Returns:
-        `str`: A line per regime. Runs count as missing while the stages before theirs are not complete, for those
-        decide what they are; a regime that turns out not to be admitted needs fewer.
+        `str`: One line per regime.
     """
     lines = []
     for regime in regimes:
-        rows, complete, missing = read_results(regime.path), True, {}
-        for stage in STAGES:
-            count = expected(regime, stage)
-            if complete and count:
-                document = regime.document(stage, stage_arms(regime, stage, rows))
-                _, known, wanted = runs_of_stage(document, stage, rows)
-                count = len(wanted - known.keys())
-                if count and stage == "seconds":
-                    count = len(wanted)  # all arms are timed in one sitting
-            complete = complete and not count
-            if count:
-                missing[stage] = count
+        rows = read_results(regime.path)
+        missing = _missing_runs(regime, rows)
         if not missing:
             lines.append(f"{regime.name}: complete")
             continue
-        seconds = [run.points[-1]["seconds"] for stage in STAGES for run in to_runs(rows, stage)]
-        names = ", ".join(f"{stage} {count}" for stage, count in missing.items())
-        time = "no run of it has shown yet how long one takes"
+        seconds = []
+        for stage in STAGES:
+            seconds += [run.points[-1]["seconds"] for run in to_runs(rows, stage)]
+        time = "the time is unknown until a first run has finished"
         if seconds:
             hours = sum(missing.values()) * OVERHEAD * statistics.mean(seconds) / (processes or 1) / 3600
-            time = f"about {hours:.1f} hours, by the {len(seconds)} runs that are there"
-        lines.append(f"{regime.name}: {sum(missing.values())} runs missing ({names}); {time}")
+            time = f"about {hours:.1f} hours, estimated from {len(seconds)} finished runs"
+        stages = ", ".join(f"{stage} {count}" for stage, count in missing.items())
+        lines.append(f"{regime.name}: {sum(missing.values())} runs missing ({stages}); {time}")
     return "\n".join(lines)
 
 
+def _missing_runs(regime: Regime, rows: list[Row]) -> dict[str, int]:
+    """Return the number of missing runs by stage, given the results. Complete stages are left out."""
+    missing: dict[str, int] = {}
+    for stage in STAGES:
+        count = expected(regime, stage)
+        if count and not missing:  # all earlier stages are complete, so the arms of this stage are known
+            document = regime.document(stage, stage_arms(regime, stage, rows))
+            _, known, wanted = runs_of_stage(document, stage, rows)
+            count = len(wanted - known.keys())
+            if count and stage == "seconds":
+                count = len(wanted)  # all arms must be timed in one sitting
+        if count:
+            missing[stage] = count
+    return missing
+
+
 def main() -> None:
-    """Trains or reports."""
+    """Train regimes, or write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "report"))
-    parser.add_argument("regimes", nargs="*", help="to train: names of files in regimes/ (default: all)")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/regimes"), help="where checkpoints go")
-    parser.add_argument("--anyway", action="store_true", help="train all arms also where a regime is not admitted")
-    parser.add_argument("--processes", type=int, help="runs at a time, each with one thread (default: 1)")
-    parser.add_argument("--large", action="store_true", help="a model of 77 million parameters, on a GPU")
-    parser.add_argument("--minutes", type=float, help="stop after so long as Ctrl-C does; the same command goes on")
+    parser.add_argument("regimes", nargs="*", help="regimes to train: names of files in regimes/ (default: all)")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/regimes"), help="folder for checkpoints")
+    parser.add_argument("--anyway", action="store_true", help="train methods even if a regime is not admitted")
+    parser.add_argument("--processes", type=int, help="runs to train at a time, each with one thread (default: 1)")
+    parser.add_argument("--large", action="store_true", help="train a model of 77 million parameters on a GPU")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="save and stop after this time, as Ctrl-C does; the same command continues the training",
+    )
     args = parser.parse_intermixed_args()  # names of regimes may follow flags
     files = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
     for name in args.regimes:
@@ -164,16 +197,19 @@ def main() -> None:
         chosen = [Regime.load(path) for name, path in files.items() if not args.regimes or name in args.regimes]
     except UsageError as error:
         parser.error(str(error))
-    chosen = [enlarged(regime) for regime in chosen] if args.large else chosen
+    if args.large:
+        chosen = [enlarged(regime) for regime in chosen]
     if args.command == "report":
         from regimes_report import report
 
         if args.regimes:
-            parser.error("a report is of all regimes that have results: leave their names out")
+            parser.error("report: leave out the names of regimes; it always has all regimes with results")
         report(chosen, folder() / ("results-large" if args.large else "results"))
         return
     if args.minutes:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which `nohup ... &` switches off
+        # A process that was started with `nohup ... &` ignores SIGINT. Restore Python's handler, so that the signal
+        # below stops the training.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
     try:

@@ -1,4 +1,7 @@
-"""What `regimes.py` runs: the file of a regime, its stages, and the arms of each."""
+"""Regimes of `regimes.py`: their YAML files, and the stages in which their arms are trained.
+
+`regimes.py` explains the terms regime, arm, knob and stage.
+"""
 
 import json
 import os
@@ -9,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from regimes_results import MOST_SAMPLES, Row, settings_of, to_runs
+from regimes_results import MOST_SAMPLES, REPORTED_STAGES, Row, settings_of, to_runs
 
 from trl_explore.compare.costs import mean_along
 from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
 
 HERE = Path(__file__).resolve().parent
-STAGES = (
+STAGES = (  # in the order in which they are trained
     "admission rates",
     "admission",
     "rates",
@@ -29,52 +32,51 @@ STAGES = (
     "verdict",
     "seconds",
 )
-KEPT = ("admission", "collapse", "verdict")  # stages that a report shows
+STAGES_WITH_SEEDS = ("development", "verdict", "seconds")  # keys of `seeds` in the file of a regime
 ROLES = ("baseline", "more samples", "rival", "method", "control")
-# Who is tuned together. Rivals come after the baseline, whose knob they take.
+# Roles that are tuned in the same two stages, by the prefix of these stages. Rivals are tuned after the baseline,
+# because they get the best value of its knob.
 GROUPS = {"": ("baseline", "more samples"), "rival ": ("rival",), "method ": ("method", "control")}
-AGAINST_COLLAPSE = ("entropy bonus", "KL penalty")  # what GRPO may use to keep its variety
+AGAINST_COLLAPSE = ("entropy bonus", "KL penalty")  # rivals that the stage "collapse" may choose instead of GRPO
 LARGE = {"hidden_size": 768, "num_layers": 10}  # 77 million parameters
-KEYS = ("name", "method", "role", "of", "options", "knob")
+ARM_FIELDS = ("name", "method", "role", "of", "options", "knob")
 
 Arm = dict[str, Any]
 
 
-STAGES_WITH_SEEDS = ("development", "verdict", "seconds")
-
-
 def default_seeds() -> dict[str, list[int]]:
-    """Seeds on which arms are tuned, and those of the verdicts."""
+    """Return the seeds for tuning (`development`), and the fresh seeds for the final comparison (`verdict`)."""
     return {"development": [100, 101, 102, 103], "verdict": list(range(30, 40))}
 
 
 @dataclass(frozen=True)
 class Regime:
     """
-    A file of `regimes/`.
+    Contents of a file in `regimes/`.
 
     Args:
         name (`str`):
-            Name of the file.
+            Name of the file, without its suffix.
         claim (`str`):
-            What is claimed to pay here, and why.
+            Text that says which method should help here, and why. Reports show it.
         metric (`str`):
-            What arms are tuned and judged by, such as `"greedy_accuracy"`.
+            Metric by which arms are tuned and compared, such as `"greedy_accuracy"`.
         comparison (`dict`):
-            What `trl-explore compare` is given, without seeds and arms.
+            Fields of the YAML file of `trl-explore compare`, except `seeds` and `arms`.
         admission_steps (`int`):
-            Optimizer steps of the admission.
+            Optimizer steps of each run in the stages *admission rates* and *admission*.
         learning_rates (`list[float]`):
-            Tried for every arm.
+            Learning rates to try for every arm.
         arms (`list[dict]`):
-            Arms with `name`, `method`, `role`, `options`, and `knob`: a field with the values to try, the first of
-            which holds while rates are tried. A control says `of` which method. The rivals of `rivals.yaml` that the
-            file names under `rivals` stand behind the first two.
+            Arms, each with `name`, `method`, `role`, `options` and `knob`. The first arm is the baseline, the second
+            has more samples per prompt. Then come the rivals, which the file names under `rivals`. `knob` has one
+            field of the configuration with two values. While learning rates are tried, the field has the first value.
+            A control also has `of`, the name of its method.
         variety (`str`, *optional*):
-            What tells whether GRPO collapses, such as `"pass_at_16"`. None where it is not asked.
+            Metric of the variety of completions, such as `"pass_at_16"`. If None, the stage *collapse* is left out.
         seeds (`dict[str, list[int]]`, *optional*):
-            Seeds of the stages where they are others: `development`, `verdict`, and `seconds`, by default the first
-            of the verdicts.
+            Seeds: `development` for tuning, `verdict` for the stages that reports show, and `seconds` for timing. By
+            default, arms are timed on the first verdict seed.
     """
 
     name: str
@@ -89,9 +91,17 @@ class Regime:
 
     @classmethod
     def load(cls, path: Path) -> "Regime":
-        """Reads a file; what is wrong with it is said in one sentence."""
+        """
+        Read the file of a regime, and check it.
+
+        Raises:
+            UsageError: If the file has a mistake. The message names the file and the mistake.
+        """
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-        known = [*(spec.name for spec in fields(cls) if spec.name != "name"), "rivals"]
+        if not isinstance(document, dict):
+            raise UsageError(f"{path.name} has no fields")
+        known = [spec.name for spec in fields(cls) if spec.name != "name"]
+        known.append("rivals")
         for name in document:
             if name not in known:
                 raise UsageError(f"{path.name}: {unknown_name('field', str(name), known)}")
@@ -112,59 +122,84 @@ class Regime:
         return regime
 
     def check(self) -> None:
-        """Whether arms are tuned alike, and `trl-explore compare` takes them."""
+        """
+        Check the arms and the metrics.
+
+        `trl-explore compare` must accept each arm at every learning rate and with both values of its knob.
+
+        Raises:
+            UsageError: If an arm has a mistake, or a metric is not measured.
+        """
         from trl_explore.compare.settings import read_comparison
 
+        if "tokens" not in self.comparison.get("budget", {}):
+            raise UsageError("comparison: give the budget in tokens, because arms are compared at equal tokens")
         for arm in self.arms:
-            for key in arm:
-                if key not in KEYS:
-                    raise UsageError(f"arm {arm.get('name')}: {unknown_name('field', key, KEYS)}")
+            for name in ("name", "method", "knob"):
+                if name not in arm:
+                    raise UsageError(f"arm {arm.get('name')}: give it a {name}")
+            for name in arm:
+                if name not in ARM_FIELDS:
+                    raise UsageError(f"arm {arm.get('name')}: {unknown_name('field', name, ARM_FIELDS)}")
             if arm.get("role") not in ROLES:
                 raise UsageError(f"arm {arm.get('name')}: role={arm.get('role')!r}: choose one of {', '.join(ROLES)}")
-            if arm["role"] == "control" and arm.get("of") not in [a["name"] for a in self.arms]:
-                raise UsageError(f"arm {arm['name']}: of={arm.get('of')!r}: name the method that it is a control of")
+            if arm["role"] == "control" and arm.get("of") not in [other["name"] for other in self.arms]:
+                raise UsageError(
+                    f"arm {arm['name']}: of={arm.get('of')!r}: name the method that this arm is a control of"
+                )
         roles = [arm["role"] for arm in self.arms]
-        if roles[:2] != ["baseline", "more samples"] or len({*roles[:2]} & {*roles[2:]}):
-            raise UsageError("arms: the first is the baseline, the second has more samples, and no others are")
-        sizes = {arm["name"]: [len(values) for values in arm["knob"].values()] for arm in self.arms}
-        if any(size != [2] for size in sizes.values()):
-            raise UsageError(f"arms are tuned alike, over two values of one field each, got {sizes}")
-        entries = [entry for arm in self.arms for entry in (*at_rates(self, arm), *_with_other_knob(arm))]
-        comparison = read_comparison(self.document("verdict", entries))
-        for name in ("metric", "variety"):
-            wanted = vars(self)[name]
-            if wanted is not None and wanted not in comparison.metrics:
-                raise UsageError(f"{name}={wanted!r} is not measured; add it to the comparison's metrics")
+        first_roles = ["baseline", "more samples"]
+        if roles[:2] != first_roles or any(role in first_roles for role in roles[2:]):
+            raise UsageError(
+                "arms: the first arm must have the role baseline, the second the role more samples, "
+                "and every other arm another role"
+            )
+        for arm in self.arms:
+            if [len(values) for values in arm["knob"].values()] != [2]:
+                raise UsageError(
+                    f"arm {arm['name']}: knob={arm['knob']!r}: give one field with two values, "
+                    "so that all arms are tuned with equal effort"
+                )
+        candidates = []
+        for arm in self.arms:
+            candidates += [*at_each_rate(self, arm), _at_second_knob_value(arm)]
+        comparison = read_comparison(self.document("verdict", candidates))
+        for name, metric in {"metric": self.metric, "variety": self.variety}.items():
+            if metric is not None and metric not in comparison.metrics:
+                raise UsageError(f"{name}={metric!r} is not measured; add it to the comparison's metrics")
         if comparison.num_samples > MOST_SAMPLES:
-            raise UsageError(f"metrics: more than {MOST_SAMPLES} samples per problem cannot be written down")
+            raise UsageError(
+                f"metrics: they need {comparison.num_samples} samples per problem, but a results file can hold the "
+                f"successes of at most {MOST_SAMPLES} samples"
+            )
 
     @property
     def path(self) -> Path:
-        """Where its results are."""
+        """Path of the results file."""
         return folder() / "results" / f"{self.name}.csv"
 
     def seeds_of(self, stage: str) -> list[int]:
-        """Seeds of a stage: all arms are timed on one."""
+        """Return the seeds of a stage."""
         if stage == "seconds":
             return self.seeds.get(stage, self.seeds["verdict"][:1])
-        return self.seeds["verdict" if stage in KEPT else "development"]
+        return self.seeds["verdict" if stage in REPORTED_STAGES else "development"]
 
     def document(self, stage: str, arms: list[Arm]) -> dict[str, Any]:
-        """A file for `trl-explore compare`."""
+        """Return the fields of the YAML file with which `trl-explore compare` trains arms in a stage."""
         budget = {"steps": self.admission_steps} if stage.startswith("admission") else self.comparison["budget"]
         document = {**self.comparison, "budget": budget, "seeds": self.seeds_of(stage), "arms": arms}
         if stage not in ("verdict", "seconds"):
-            document.pop("samples_at_ends", None)  # is asked of no others
+            document.pop("samples_at_ends", None)  # reports need many samples of verdict runs only
         return document
 
 
 def folder() -> Path:
-    """The folder of the regimes."""
+    """Return the folder with the files of the regimes. The environment variable `REGIMES` may name another folder."""
     return Path(os.environ.get("REGIMES", HERE / "regimes"))
 
 
 def read_rivals(names: list[str]) -> list[Arm]:
-    """The arms of `rivals.yaml` with these names."""
+    """Return the arms of `rivals.yaml` that have these names."""
     known = {arm["name"]: arm for arm in yaml.safe_load((HERE / "rivals.yaml").read_text(encoding="utf-8"))}
     for name in names:
         if name not in known:
@@ -174,15 +209,18 @@ def read_rivals(names: list[str]) -> list[Arm]:
 
 def enlarged(regime: Regime) -> Regime:
     """
-    The same regime for a GPU: a larger model in bfloat16, a tenth of the learning rates, two seeds. All arms in one
-    sitting may not fit a slice of time, and no other work is on the GPU.
+    Return a regime for a GPU: a larger model in bfloat16, a tenth of the learning rates, and two verdict seeds.
+
+    The stage *seconds* has no seeds and is skipped. A GPU may be available for short periods only, too short to time
+    all arms in one sitting. Reports use the seconds of the verdict runs instead. They can be compared, because nothing
+    else runs on the GPU.
 
     Args:
         regime ([`Regime`]):
             A regime of the tiny model.
 
     Returns:
-        [`Regime`]: With results of its own.
+        [`Regime`]: The new regime. Its name ends in `-large`, so its results go to another file.
     """
     common = {**regime.comparison.get("common", {}), "use_cpu": False, "bf16": True}
     return replace(
@@ -196,95 +234,114 @@ def enlarged(regime: Regime) -> Regime:
 
 def stage_arms(regime: Regime, stage: str, rows: list[Row]) -> list[Arm]:
     """
-    What a stage runs.
+    Return the arms that a stage trains, with the options that earlier stages chose.
 
     Args:
         regime ([`Regime`]):
             The regime.
         stage (`str`):
-            One of the stages.
+            One of `STAGES`.
         rows (`list[dict]`):
-            Results of the stages before.
+            Results of the earlier stages.
 
     Returns:
-        `list[dict]`: Arms of a comparison.
+        `list[dict]`: Arms for `trl-explore compare`, with `name`, `method` and `options`.
     """
     if stage == "admission rates":
-        return [entry for arm in regime.arms[:2] for entry in at_rates(regime, arm)]
+        candidates = []
+        for arm in regime.arms[:2]:
+            candidates += at_each_rate(regime, arm)
+        return candidates
     if stage == "admission":
-        return [
-            {**_highest(regime, at_rates(regime, arm), rows, ("admission rates",), cost="step"), "name": arm["name"]}
-            for arm in regime.arms[:2]
-        ]
+        chosen = []
+        for arm in regime.arms[:2]:
+            best = _best_candidate(regime, at_each_rate(regime, arm), rows, ("admission rates",), cost="step")
+            chosen.append({**best, "name": arm["name"]})
+        return chosen
     if stage == "collapse":
         return [_most_varied(regime, rows)] if regime.variety else []
     for group, roles in GROUPS.items():
-        own = [_with_base(regime, arm, rows) for arm in regime.arms if arm["role"] in roles]
-        if stage == f"{group}rates":
-            return [entry for arm in own for entry in at_rates(regime, arm)]
-        if stage == f"{group}knob":
-            return [_other_knob(regime, arm, rows) for arm in own]
-    return [picked(regime, arm, rows) for arm in regime.arms]
+        if stage not in (f"{group}rates", f"{group}knob"):
+            continue
+        candidates = []
+        for arm in regime.arms:
+            if arm["role"] in roles:
+                arm = _with_knob_of_baseline(regime, arm, rows)
+                if stage == f"{group}rates":
+                    candidates += at_each_rate(regime, arm)
+                else:
+                    candidates.append(_at_best_rate_and_second_knob_value(regime, arm, rows))
+        return candidates
+    return [best_setting(regime, arm, rows) for arm in regime.arms]
 
 
-def tuning(role: str) -> tuple[str, str]:
-    """The stages in which arms of a role are tuned."""
+def tuning_stages(role: str) -> tuple[str, str]:
+    """Return the two stages in which arms of a role are tuned."""
     group = next(name for name, roles in GROUPS.items() if role in roles)
     return f"{group}rates", f"{group}knob"
 
 
-def at_rates(regime: Regime, arm: Arm) -> list[Arm]:
-    """An arm at every learning rate, with the first value of its knob."""
-    fixed = {name: values[0] for name, values in arm["knob"].items()} | arm.get("options", {})
-    return [_entry(arm, "learning_rate", fixed, rate) for rate in regime.learning_rates]
+def at_each_rate(regime: Regime, arm: Arm) -> list[Arm]:
+    """Return an arm once per learning rate, with the first value of its knob."""
+    options = {name: values[0] for name, values in arm["knob"].items()} | arm.get("options", {})
+    return [_candidate(arm, options, "learning_rate", rate) for rate in regime.learning_rates]
 
 
-def tried(regime: Regime, arm: Arm, rows: list[Row]) -> list[Arm]:
-    """All settings that an arm was tuned over."""
-    arm = _with_base(regime, arm, rows)
-    return [*at_rates(regime, arm), _other_knob(regime, arm, rows)]
+def tried_settings(regime: Regime, arm: Arm, rows: list[Row]) -> list[Arm]:
+    """Return an arm once per setting that was tried in its two tuning stages."""
+    arm = _with_knob_of_baseline(regime, arm, rows)
+    return [*at_each_rate(regime, arm), _at_best_rate_and_second_knob_value(regime, arm, rows)]
 
 
-def picked(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
-    """An arm at its best setting."""
-    best = _highest(regime, tried(regime, arm, rows), rows, tuning(arm["role"]))
+def best_setting(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
+    """Return an arm at the best setting of its two tuning stages."""
+    best = _best_candidate(regime, tried_settings(regime, arm, rows), rows, tuning_stages(arm["role"]))
     return {**best, "name": arm["name"]}
 
 
-def _with_base(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
-    """A rival with the baseline's knob as it was picked: it is the tuned baseline with one thing changed."""
+def _with_knob_of_baseline(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
+    """Add the best value of the baseline's knob to the options of a rival. Other arms stay unchanged, and so does a
+    rival while the baseline's knob has no results."""
     if arm["role"] != "rival" or not any(row["stage"] == "knob" for row in rows):
         return arm
-    base = picked(regime, regime.arms[0], rows)["options"]
-    return {**arm, "options": {name: base[name] for name in regime.arms[0]["knob"]} | arm.get("options", {})}
+    baseline = regime.arms[0]
+    tuned = best_setting(regime, baseline, rows)["options"]
+    return {**arm, "options": {name: tuned[name] for name in baseline["knob"]} | arm.get("options", {})}
 
 
-def _other_knob(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
-    """An arm at its best learning rate, with the second value of its knob."""
-    best = _highest(regime, at_rates(regime, arm), rows, tuning(arm["role"])[:1])
-    return _with_other_knob({**arm, "options": best["options"]})[0]
+def _at_best_rate_and_second_knob_value(regime: Regime, arm: Arm, rows: list[Row]) -> Arm:
+    """Return an arm at its best learning rate, with the second value of its knob."""
+    best = _best_candidate(regime, at_each_rate(regime, arm), rows, tuning_stages(arm["role"])[:1])
+    return _at_second_knob_value({**arm, "options": best["options"]})
 
 
-def _with_other_knob(arm: Arm) -> list[Arm]:
-    return [_entry(arm, name, arm.get("options", {}), values[1]) for name, values in arm["knob"].items()]
+def _at_second_knob_value(arm: Arm) -> Arm:
+    """Return an arm with its options and the second value of its knob."""
+    ((name, values),) = arm["knob"].items()
+    return _candidate(arm, arm.get("options", {}), name, values[1])
 
 
 def _most_varied(regime: Regime, rows: list[Row]) -> Arm:
-    """GRPO, or GRPO with something against collapse, at the setting that ends with most variety."""
+    """Return the setting of GRPO, of the entropy bonus or of the KL penalty that had the highest variety at the end of
+    the tuning runs. The rivals count only if the regime has them."""
     arms = [regime.arms[0], *(arm for arm in regime.arms if arm["name"] in AGAINST_COLLAPSE)]
-    entries = [entry for arm in arms for entry in tried(regime, arm, rows)]
-    stages = (*tuning("baseline"), *tuning("rival"))
-    best = _highest(regime, entries, rows, stages, metric=regime.variety, along=False)
-    return {**best, "name": f"{best['name'].split(':')[0]}, tuned on {regime.variety}"}
+    candidates = []
+    for arm in arms:
+        candidates += tried_settings(regime, arm, rows)
+    stages = (*tuning_stages("baseline"), *tuning_stages("rival"))
+    best = _best_candidate(regime, candidates, rows, stages, metric=regime.variety, along=False)
+    arm_name = best["name"].split(":")[0]
+    return {**best, "name": f"{arm_name}, tuned on {regime.variety}"}
 
 
-def _entry(arm: Arm, name: str, options: Mapping[str, Any], value: Any) -> Arm:
+def _candidate(arm: Arm, options: Mapping[str, Any], name: str, value: Any) -> Arm:
+    """Return an arm with `options` and the option `name`, which also becomes part of the arm's name."""
     return {"name": f"{arm['name']}: {name} {value}", "method": arm["method"], "options": {**options, name: value}}
 
 
-def _highest(
+def _best_candidate(
     regime: Regime,
-    entries: list[Arm],
+    candidates: list[Arm],
     rows: list[Row],
     stages: tuple[str, ...],
     *,
@@ -292,50 +349,78 @@ def _highest(
     metric: str | None = None,
     along: bool = True,
 ) -> Arm:
-    """The one whose curves were highest on average, up to where the shortest run stopped, or at their end."""
-    runs = [run for stage in stages for run in to_runs(rows, stage)]
-    reading = min(run.points[-1][cost] for run in runs)
+    """
+    Return the candidate with the highest metric, averaged over seeds.
+
+    Args:
+        regime ([`Regime`]):
+            The regime.
+        candidates (`list[dict]`):
+            Arms to choose from.
+        rows (`list[dict]`):
+            Results of the regime.
+        stages (`tuple[str, ...]`):
+            Stages whose runs count.
+        cost (`str`, *optional*, defaults to `"tokens"`):
+            Cost that is equal for all candidates: as much as the shortest run spent.
+        metric (`str`, *optional*):
+            The metric. By default the metric of the regime.
+        along (`bool`, *optional*, defaults to `True`):
+            Whether to average the metric along the learning curve. If False, the last evaluation counts.
+    """
+    runs = []
+    for stage in stages:
+        runs += to_runs(rows, stage)
+    smallest_cost = min(run.points[-1][cost] for run in runs)
     name = f"eval/{metric or regime.metric}"
 
-    def height(entry: Arm) -> float:
-        own = [run.points for run in runs if run.arm == entry["name"]]
-        return statistics.mean(mean_along(p, cost, reading, name) if along else p[-1][name] for p in own)
+    def mean_metric(candidate: Arm) -> float:
+        values = []
+        for run in runs:
+            if run.arm == candidate["name"]:
+                values.append(mean_along(run.points, cost, smallest_cost, name) if along else run.points[-1][name])
+        return statistics.mean(values)
 
-    return max(entries, key=height)
+    return max(candidates, key=mean_metric)
 
 
 def asked_for(regime: Regime, row: Row) -> bool:
     """
-    Whether a result is of the regime as its file is now, not of an arm or a comparison that was changed since.
+    Return whether a result belongs to the regime as its file is now.
+
+    If the file was changed after a run, the run may have other settings, or an arm or seed that is no longer in the
+    file.
 
     Args:
         regime ([`Regime`]):
             The regime.
         row (`dict`):
-            One of its results.
+            A line of its results file.
 
     Returns:
-        `bool`: `True` also for the stages that a report does not show.
+        `bool`: Always `True` for stages that reports do not show. They are not checked.
     """
-    if row["stage"] not in KEPT:
+    if row["stage"] not in REPORTED_STAGES:
         return True
-    name = row["arm"].split(", tuned on")[0] if row["stage"] == "collapse" else row["arm"]
-    arm = next((arm for arm in regime.arms if arm["name"] == name), None)
+    arm_name = row["arm"]
+    if row["stage"] == "collapse":
+        arm_name = arm_name.split(", tuned on")[0]  # the stage adds this to the name of the arm
+    arm = next((arm for arm in regime.arms if arm["name"] == arm_name), None)
     if arm is None or row["seed"] not in regime.seeds_of(row["stage"]):
         return False
     options = json.loads(row["options"])
-    values = {"learning_rate": regime.learning_rates, **arm["knob"]}
-    return (
-        row["settings"]
-        == settings_of(regime.document(row["stage"], []), {"method": arm["method"], "options": options})
-        and all(options.get(name) == value for name, value in arm.get("options", {}).items())
-        and all(options.get(name) in among for name, among in values.items())
-    )
+    document = regime.document(row["stage"], [])
+    if row["settings"] != settings_of(document, {"method": arm["method"], "options": options}):
+        return False
+    has_fixed_options = all(options.get(name) == value for name, value in arm.get("options", {}).items())
+    tuned = {"learning_rate": regime.learning_rates, **arm["knob"]}
+    has_tuned_options = all(options.get(name) in values for name, values in tuned.items())
+    return has_fixed_options and has_tuned_options
 
 
 def expected(regime: Regime, stage: str) -> int:
-    """Runs of a stage, known before it is known which."""
-    sizes = {
+    """Return the number of runs of a stage. It does not depend on the settings that earlier stages choose."""
+    num_arms = {
         "admission rates": 2 * len(regime.learning_rates),
         "admission": 2,
         "collapse": 1 if regime.variety else 0,
@@ -344,5 +429,6 @@ def expected(regime: Regime, stage: str) -> int:
     }
     for group, roles in GROUPS.items():
         count = sum(arm["role"] in roles for arm in regime.arms)
-        sizes |= {f"{group}rates": count * len(regime.learning_rates), f"{group}knob": count}
-    return sizes[stage] * len(regime.seeds_of(stage))
+        num_arms[f"{group}rates"] = count * len(regime.learning_rates)
+        num_arms[f"{group}knob"] = count
+    return num_arms[stage] * len(regime.seeds_of(stage))

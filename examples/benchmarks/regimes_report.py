@@ -1,12 +1,13 @@
-"""What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
+"""Report of `regimes.py` as Markdown: verdicts over all regimes, then a section with all numbers for each regime."""
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from regimes_effects import Effect, Results, label
 from regimes_pictures import draw_changes, draw_forest, draw_frontiers
-from regimes_plan import Regime, asked_for
+from regimes_plan import Arm, Regime, asked_for
 from regimes_results import COSTS, read_results, timed_alike, to_runs
 
 from trl_explore.compare.costs import other_starts
@@ -29,135 +30,150 @@ clearly behind the one that was best under it on the development seeds; else it 
 
 def table(results: Results) -> list[str]:
     """
-    A regime's section.
+    Return the section of a regime.
 
     Args:
         results ([`Results`]):
-            The regime and its results.
+            The regime with its results.
 
     Returns:
         `list[str]`: Lines of Markdown.
     """
     regime = results.regime
     lines = [f"## {regime.name}", "", regime.claim.strip(), "", *admissions(results)]
-    runs = to_runs(results.rows, "verdict")
-    shown = [arm for arm in regime.arms if any(run.arm == arm["name"] for run in runs)]
-    if not shown:
+    measured = {run.arm for run in to_runs(results.rows, "verdict")}
+    arms = [arm for arm in regime.arms if arm["name"] in measured]
+    if not arms:
         return lines
+    lines += [*_ends_of_arms(results, arms), "", *_differences(results, arms), ""]
+    return [*lines, *starts(results), *frontier(results), *many_samples(results)]
+
+
+def _ends_of_arms(results: Results, arms: list[Arm]) -> list[str]:
+    """Return a table of metrics and costs at the end of the verdict runs, with a line per arm."""
     columns = [*map(label, results.metrics), "entropy", "no contrast", *COSTS, "seeds"]
-    lines += [f"| at the end | settings | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
-    for arm in shown:
+    lines = [f"| at the end | settings | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+    runs = to_runs(results.rows, "verdict")
+    for arm in arms:
         ends = [run.points[-1] for run in runs if run.arm == arm["name"]]
-        names = [f"eval/{name}" for name in results.metrics] + ["train/entropy", "train/frac_reward_zero_std"]
-        values = {name: np.mean([end[name] for end in ends]) for name in names}
-        cells = [f"{v:.2f}" if name == "train/entropy" else f"{100 * v:.1f}" for name, v in values.items()]
-        cells += [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
+        cells = [_mean_percentage(ends, f"eval/{metric}") for metric in results.metrics]
+        cells.append(f"{np.mean([end['train/entropy'] for end in ends]):.2f}")
+        cells.append(_mean_percentage(ends, "train/frac_reward_zero_std"))
+        for cost in COSTS:
+            cells.append(f"{np.mean([end[cost] for end in ends]):,.0f}")
         lines.append(f"| {arm['name']} | {results.settings(arm)} | {' | '.join(cells)} | {len(ends)} |")
-    costs = list(results.costs.items())
-    kinds = [(regime.metric, cost, True) for cost, _ in costs] + [(m, "tokens", False) for m in results.metrics]
-    titles = [f"{label(regime.metric)} along, equal {text}" for _, text in costs]
-    titles += [f"{label(metric)} at the end, equal generated tokens" for metric in results.metrics]
-    lines += ["", f"| difference | {' | '.join(titles)} |", f"| --- |{' --- |' * len(kinds)}"]
-    pairs = [(arm["name"], results.base) for arm in shown[1:]]
-    pairs += [(arm["of"], arm["name"]) for arm in shown if arm["role"] == "control"]
+    return lines
+
+
+def _mean_percentage(points: list[dict[str, Any]], name: str) -> str:
+    """Return the mean of a metric over evaluations, in percent."""
+    return f"{100 * np.mean([point[name] for point in points]):.1f}"
+
+
+def _differences(results: Results, arms: list[Arm]) -> list[str]:
+    """Return a table of differences: of every arm to the baseline, and of every method to its controls."""
+    metric = results.regime.metric
+    titles = [f"{label(metric)} along, equal {text}" for text in results.costs.values()]
+    titles += [f"{label(name)} at the end, equal generated tokens" for name in results.metrics]
+    lines = [f"| difference | {' | '.join(titles)} |", f"| --- |{' --- |' * len(titles)}"]
+    pairs = [(arm["name"], results.base) for arm in arms[1:]]
+    pairs += [(arm["of"], arm["name"]) for arm in arms if arm["role"] == "control"]
     for ours, theirs in pairs:
-        found = [results.effect(ours, theirs, metric=m, cost=c, along=along) for m, c, along in kinds]
-        lines.append(f"| {ours} - {theirs} | {' | '.join(str(effect or '') for effect in found)} |")
-    return [*lines, "", *starts(results), *frontier(results), *many_samples(results)]
+        effects = [results.effect(ours, theirs, metric=metric, cost=cost) for cost in results.costs]
+        for name in results.metrics:
+            effects.append(results.effect(ours, theirs, metric=name, cost="tokens", along=False))
+        lines.append(f"| {ours} - {theirs} | {' | '.join(str(effect or '') for effect in effects)} |")
+    return lines
 
 
 def starts(results: Results) -> list[str]:
-    """Which arms began at other values than the baseline, as lines of Markdown."""
+    """Return lines of Markdown that name the arms whose model before training differed from the baseline's model."""
     runs = [asdict(run) for run in to_runs(results.rows, "verdict")]
     found = other_starts(runs, results.base, [f"eval/{name}" for name in results.metrics])
     if not found:
         return []
-    named = "; ".join(
-        f"{arm} ({len(seeds)} of {len({run['seed'] for run in runs})} seeds)" for arm, seeds in found.items()
-    )
+    num_seeds = len({run["seed"] for run in runs})
+    named = "; ".join(f"{arm} ({len(seeds)} of {num_seeds} seeds)" for arm, seeds in found.items())
     return [f'Began at other values than {results.base} ("The same start" in evidence.md says why): {named}.', ""]
 
 
 def admissions(results: Results) -> list[str]:
-    """What GRPO lacks in a regime, as lines of Markdown."""
-    regime, found, lost = results.regime, results.admission(), results.collapse()
-    if found is None:
+    """Return lines of Markdown that say whether GRPO is limited by samples or variety. Empty if the admission was not
+    measured."""
+    regime, more_samples, collapse = results.regime, results.admission(), results.collapse()
+    if more_samples is None:
         return []
-    head = (
-        f"Limited by {' and '.join(results.limits)}." if results.limits else "Limited neither by samples nor variety."
+    text = "Limited neither by samples nor variety."
+    if results.limits:
+        text = f"Limited by {' and '.join(results.limits)}."
+    text += (
+        f" {regime.arms[1]['name']} against {results.base} over {regime.admission_steps} steps, "
+        f"{label(regime.metric)} along the curve: {more_samples}."
     )
-    lines = [
-        f"{head} {regime.arms[1]['name']} against {results.base} over {regime.admission_steps} steps, "
-        f"{label(regime.metric)} along the curve: {found}."
-    ]
-    if lost is not None:
-        arm, start, peak = lost
-        lines[0] += (
-            f" {arm}: {label(str(regime.variety))} at the end against the start {start}, against its best {peak}."
-        )
-    return [*lines, ""]
+    if collapse is not None:
+        arm, since_start, since_peak = collapse
+        variety = label(str(regime.variety))
+        text += f" {arm}: {variety} at the end against the start {since_start}, against its best {since_peak}."
+    return [text, ""]
 
 
 def frontier(results: Results) -> list[str]:
-    """Where methods lie beside GRPO and its rivals, as lines of Markdown."""
-    found, axes = results.places(), results.axes
-    if not found or axes is None:
+    """Return a table of the places of methods and controls relative to the frontier. Empty if there are no places."""
+    places, metrics = results.places(), results.frontier_metrics
+    if not places or metrics is None:
         return []
-    first, second = map(label, axes)
+    first, second = map(label, metrics)
     lines = [f"| frontier of {first} and {second} | | weight of {first} | lead over the closest rival |"]
     lines.append("| --- | --- | ---: | --- |")
-    for name, (where, rival) in found.items():
-        lead = f"{where.lead:+.1f}" if where.half is None else f"{where.lead:+.1f} ± {where.half:.1f}"
-        lines.append(f"| {name} | {where.verdict} | {where.weight:.2f} | {lead} ({rival}) |")
+    for name, (place, rival) in places.items():
+        lead = f"{place.lead:+.1f}"
+        if place.half is not None:
+            lead += f" ± {place.half:.1f}"
+        lines.append(f"| {name} | {place.verdict} | {place.weight:.2f} | {lead} ({rival}) |")
     return [*lines, ""]
 
 
 def many_samples(results: Results) -> list[str]:
-    """Pass@k before training and after it, and problems newly solved and lost, as lines of Markdown."""
+    """Return a table of pass@k at large k before and after training, and of problems newly solved and lost. Empty if
+    they were not measured."""
     return [*ends_table(results.ends), ""] if results.ends else []
 
 
-def verdicts(results: list[Results]) -> list[str]:
+def verdicts(all_results: list[Results]) -> list[str]:
     """
-    What each method does to GRPO and to its controls, in one sentence per cost.
+    Return the section that compares each rival and method with GRPO and with its controls, over all admitted regimes.
 
     Args:
-        results (`list`):
-            Regimes with their results; those that are not admitted say nothing about a method.
+        all_results (`list[Results]`):
+            Regimes with their results. Regimes that are not admitted are left out, because GRPO lacks nothing there.
 
     Returns:
-        `list[str]`: Lines of Markdown.
+        `list[str]`: Lines of Markdown: a table, and an entry per rival and method. Empty if no regime is admitted.
     """
-    admitted = [found for found in results if found.admitted]
+    admitted = [results for results in all_results if results.admitted]
     if not admitted:
         return []
     seconds = admitted[0].seconds
     duration = admitted[0].costs[seconds]
-    head = " | ".join(f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted)
-    cells, sentences = [], []
-    for method in dict.fromkeys(name for of in admitted for name in of.named("rival", "method")):
-        found = {
-            cost: {of.regime.name: of.effect(method, of.base, metric=of.regime.metric, cost=cost) for of in admitted}
-            for cost in ("tokens", seconds)
-        }
-        controls = {
-            f"{of.regime.name}, {arm['name']}": of.effect(method, arm["name"], metric=of.regime.metric, cost="tokens")
-            for of in admitted
-            for arm in of.regime.arms
-            if arm.get("of") == method
-        }
-        lies = {of.regime.name: of.places()[method][0].verdict for of in admitted if method in of.places()}
-        pairs = zip(found["tokens"].values(), found[seconds].values(), strict=True)
-        texts = [f"{matched} / {timed}" if matched else "-" for matched, timed in pairs]
-        cells.append(f"| {method} | {' | '.join(texts)} |")
-        own = [
-            _verdict("Against GRPO at equal generated tokens", found["tokens"]),
-            _verdict(f"At equal {duration}", found[seconds]),
-            _verdict("Against its controls at equal generated tokens", controls),
-            f"Frontier: {', '.join(f'{verdict} in {name}' for name, verdict in lies.items())}." if lies else "",
+    head = " | ".join(f"{results.regime.name}: {label(results.regime.metric)}" for results in admitted)
+    methods: list[str] = []
+    for results in admitted:
+        methods += results.measured_arms("rival", "method")
+    lines, entries = [], []
+    for method in dict.fromkeys(methods):  # each name once
+        at_tokens, at_seconds = _effects(admitted, method, "tokens"), _effects(admitted, method, seconds)
+        cells = []
+        for matched, timed in zip(at_tokens.values(), at_seconds.values(), strict=True):
+            cells.append(f"{matched} / {timed}" if matched else "-")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+        sentences = [
+            _verdict("Against GRPO at equal generated tokens", at_tokens),
+            _verdict(f"At equal {duration}", at_seconds),
+            _verdict("Against its controls at equal generated tokens", _effects_over_controls(admitted, method)),
+            _frontier_verdict(admitted, method),
         ]
-        if any(own):
-            sentences.append(f"- **{method}.** {' '.join(filter(None, own))}")
+        if any(sentences):
+            entries.append(f"- **{method}.** {' '.join(filter(None, sentences))}")
     return [
         "## Verdicts",
         "",
@@ -166,58 +182,106 @@ def verdicts(results: list[Results]) -> list[str]:
         "",
         f"| | {head} |",
         f"| --- |{' --- |' * len(admitted)}",
-        *cells,
+        *lines,
         "",
-        *sentences,
+        *entries,
         "",
     ]
 
 
+def _effects(all_results: list[Results], arm: str, cost: str) -> dict[str, Effect | None]:
+    """Return the difference of an arm to GRPO along the curve, by regime. None for a regime without the arm."""
+    effects = {}
+    for results in all_results:
+        regime = results.regime
+        effects[regime.name] = results.effect(arm, results.base, metric=regime.metric, cost=cost)
+    return effects
+
+
+def _effects_over_controls(all_results: list[Results], method: str) -> dict[str, Effect | None]:
+    """Return the difference of a method to each of its controls along the curve at equal generated tokens, by regime
+    and control."""
+    effects = {}
+    for results in all_results:
+        regime = results.regime
+        for arm in regime.arms:
+            if arm.get("of") == method:
+                effect = results.effect(method, arm["name"], metric=regime.metric, cost="tokens")
+                effects[f"{regime.name}, {arm['name']}"] = effect
+    return effects
+
+
 def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
-    """A sentence; empty where nothing was measured."""
+    """Return a sentence that sorts differences into clearly ahead, clearly behind and neither. It is empty if no
+    difference was measured."""
     parts: dict[str, list[str]] = {"clearly ahead": [], "clearly behind": [], "neither clearly": []}
-    for where, found in effects.items():
-        if found is not None:
-            kind = "neither clearly"
-            if found.clear and found.has_interval:
-                kind = "clearly ahead" if found.mean > 0 else "clearly behind"
-            parts[kind].append(f"{where} {str(found).strip('*')}")
-    words = "; ".join(f"{kind} in {', '.join(places)}" for kind, places in parts.items() if places)
+    for name, effect in effects.items():
+        if effect is None:
+            continue
+        kind = "neither clearly"
+        if effect.clear and effect.has_interval:
+            kind = "clearly ahead" if effect.mean > 0 else "clearly behind"
+        parts[kind].append(f"{name} {str(effect).strip('*')}")
+    words = "; ".join(f"{kind} in {', '.join(names)}" for kind, names in parts.items() if names)
     return f"{title}: {words}." if words else ""
+
+
+def _frontier_verdict(all_results: list[Results], method: str) -> str:
+    """Return a sentence with the place of a method relative to the frontier of each regime. Empty without a place."""
+    parts = []
+    for results in all_results:
+        places = results.places()
+        if method in places:
+            place, _ = places[method]
+            parts.append(f"{place.verdict} in {results.regime.name}")
+    return f"Frontier: {', '.join(parts)}." if parts else ""
 
 
 def report(regimes: list[Regime], path: Path) -> None:
     """
-    Writes a Markdown file and the pictures.
+    Write the Markdown file and the pictures, and print their paths. Warn about results that are left out.
 
     Args:
-        regimes (`list`):
-            Regimes; those without results are left out.
+        regimes (`list[Regime]`):
+            The regimes. Regimes without results of the stage *admission* are left out.
         path (`Path`):
-            The Markdown file without its suffix; `forest.png`, `frontier.png` and `changes.png` go beside it.
+            The Markdown file without its suffix. `forest.png`, `frontier.png` and `changes.png` go to the same folder.
+
+    Raises:
+        SystemExit: If no regime has results.
     """
-    results = []
-    for regime in regimes:
-        rows, stale = [], set()
-        for row in read_results(regime.path):
-            if asked_for(regime, row):
-                rows.append(row)
-            else:
-                stale.add((row["arm"], row["seed"]))
-        results.append(Results(regime, timed_alike(rows)))
-        if results[-1].rows is rows and regime.seeds_of("seconds"):
-            print(f"{regime.path.name}: seconds are of runs at different times; `train {regime.name}` times all alike")
-        if stale:
-            names = ", ".join(sorted({arm for arm, _ in stale}))
-            print(f"{regime.path.name}: {len(stale)} runs are not of the regime as it is now and left out: {names}")
-    known = [found for found in results if found.admission() is not None]
+    all_results = [_current_results(regime) for regime in regimes]
+    known = [results for results in all_results if results.admission() is not None]
     if not known:
         raise SystemExit("no results yet: run `regimes.py train` first")
-    lines = [*verdicts(known), *(line for found in known for line in table(found))]
-    path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
+    lines = [INTRODUCTION, *verdicts(known)]
+    for results in known:
+        lines += table(results)
+    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
     pictures = (
         draw_forest(known, path.with_name("forest.png")),
         draw_frontiers(known, path.with_name("frontier.png")),
         draw_changes(known, path.with_name("changes.png")),
     )
     print(", ".join([f"{path}.md", *(str(picture) for picture in pictures if picture)]))
+
+
+def _current_results(regime: Regime) -> Results:
+    """Return the results that match the regime's file, with seconds of one sitting. Print a warning if other results
+    are left out, and if the seconds are of different sittings."""
+    rows, left_out = [], set()
+    for row in read_results(regime.path):
+        if asked_for(regime, row):
+            rows.append(row)
+        else:
+            left_out.add((row["arm"], row["seed"]))
+    results = Results(regime, timed_alike(rows))
+    if results.rows is rows and regime.seeds_of("seconds"):  # `timed_alike` replaced nothing
+        print(
+            f"{regime.path.name}: not all arms were timed in one sitting, so differences at equal seconds may come "
+            f"from the machine; `regimes.py train {regime.name}` times all arms"
+        )
+    if left_out:
+        names = ", ".join(sorted({arm for arm, _ in left_out}))
+        print(f"{regime.path.name}: {len(left_out)} runs do not match the regime's file and are left out: {names}")
+    return results
