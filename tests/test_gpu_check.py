@@ -26,19 +26,19 @@ def test_all_methods_run_in_parts_and_end_in_one_table(tmp_path, monkeypatch, ca
     run(monkeypatch, tmp_path, "--tiny", "--steps", "3")
     found = json.loads((tmp_path / "found.json").read_text())["found"]
     assert found["branpo"] == first["branpo"]  # it is not trained again
-    assert found.keys() == gpu_check.BESIDE.keys()
+    assert found.keys() == gpu_check.BASELINES.keys()
     assert all(result["finite"] and result["tokens"] > 0 for result in found.values())
     assert (
         found["branpo"]["failed_calls"] == found["grpo_agent"]["failed_calls"] == 0
     )  # the tool was there, and called
     assert found["deep_grpo"]["tokens"] > found["grpo"]["tokens"]  # it samples branches, too
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows[2:]] == [f"| {name}" for name in gpu_check.BESIDE]
+    assert [row.split(" | ")[0] for row in rows[2:]] == [f"| {name}" for name in gpu_check.BASELINES]
 
 
 def test_what_another_setting_left_is_not_mixed_in(tmp_path, monkeypatch):
     (tmp_path / "found.json").write_text(json.dumps({"setting": {"tiny": False}, "found": {}}))
-    with pytest.raises(SystemExit, match="holds another setting.*choose another --output"):
+    with pytest.raises(SystemExit, match="has results of other settings.*choose another --output"):
         run(monkeypatch, tmp_path, "--tiny")
 
 

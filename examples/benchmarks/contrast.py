@@ -32,7 +32,7 @@ def comparison_of(regime: Regime, seeds: list[int]) -> dict[str, Any]:
     is_agent = regime.name in AGENTS
     options = {
         **best(regime, ("baseline",))["options"],
-        "explore_min_share": 1.0,  # all explorers get equal shares, so their choice is random
+        "explore_min_share": 1.0,  # probability of a random explorer
         "explorers": list(EXPLORERS[is_agent]),
     }
     document = {**regime.comparison, "seeds": seeds, "evaluations": 1}

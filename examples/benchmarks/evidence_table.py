@@ -35,7 +35,7 @@ PROBLEMS = {
 }
 # Names of metrics in the table. Other metrics keep their names.
 METRICS = {"greedy": "greedy accuracy", "reward": "mean reward"}
-# Names of arms in the table. The name `clip-higher` in the results does not show that this arm trains twice on a batch.
+# Names of arms in the table. The name `clip-higher` in the results hides that this arm trains twice on every batch.
 NAMES = {"clip-higher": "higher clip, two iterations"}
 NOT_MEASURED = "not measured yet"
 
@@ -63,7 +63,8 @@ def row_with_auto(regime: Regime) -> list[str]:
 
 
 def results_of(regime: Regime) -> Results:
-    """Return the results of a regime for the arms, fields and seeds in its file, with CPU seconds of one sitting."""
+    """Return the results of a regime for the arms, fields and seeds in its file. If all arms were also timed one after
+    the other in one sitting, CPU seconds come from there."""
     rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
     return Results(regime, timed_alike(rows))
 

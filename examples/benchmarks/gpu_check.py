@@ -1,14 +1,17 @@
-"""The papers' five trainers beside GRPOTrainer on one device: do they run, how long is a step, how much memory?
+"""Train five methods and GRPO for a few steps on one device, and print seconds per step and peak memory.
 
     python examples/benchmarks/gpu_check.py                     # a CUDA device, bf16, a Qwen2 of 80 million parameters
-    python examples/benchmarks/gpu_check.py --only tree_grpo    # one at a time, where a call may not take long
+    python examples/benchmarks/gpu_check.py --only tree_grpo    # one method, if the time of a command is limited
     python examples/benchmarks/gpu_check.py --device cpu --tiny # the same code with a tiny model
 
-Weights are random, prompts made up, and a reward is the parity of a completion's tokens: nothing can be learned here.
-BranPO is an agent with a trivial tool, beside GRPO with the same tool. `tree_grpo_parallel` grows four nodes of a tree
-at a time; `tree_grpo_packed` computes shared prefixes once, on a GPU with compiled attention, of which a few graphs
-serve all lengths. What is done is kept in `--output`, and a run goes on where an earlier one ended; the table shows
-all of it.
+The model has random weights, the prompts are made up, and the reward is the parity of the completion's token ids. So
+the model learns nothing useful. BranPO needs an agent, so it and its baseline `grpo_agent` have a trivial tool. Two
+entries are TreeGRPO with another option: `tree_grpo_parallel` expands four nodes of a tree at a time, and
+`tree_grpo_packed` computes shared prefixes once. On a GPU, the latter compiles its attention. A few graphs serve all
+lengths.
+
+The results are stored in the folder `--output`. Another run with the same settings trains only the methods that are
+missing there. The table shows all methods in the folder.
 """
 
 import argparse
@@ -30,28 +33,38 @@ from trl_explore.compare.settings import Budget
 from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 
-# Each method beside the GRPO that it is compared with: an agent's turns are another task than single completions.
-BESIDE = {name: "grpo" for name in ("grpo", "deep_grpo", "sesa", "g2rl")}
-BESIDE |= {name: "grpo" for name in ("tree_grpo", "tree_grpo_parallel", "tree_grpo_packed")}
-BESIDE |= {"grpo_agent": "grpo_agent", "branpo": "grpo_agent"}
+# Entries of the table, and the baseline of each. BranPO's baseline is also an agent, because an agent's trajectory of
+# several turns cannot be compared with a single completion.
+BASELINES = {
+    "grpo": "grpo",
+    "deep_grpo": "grpo",
+    "sesa": "grpo",
+    "g2rl": "grpo",
+    "tree_grpo": "grpo",
+    "tree_grpo_parallel": "grpo",
+    "tree_grpo_packed": "grpo",
+    "grpo_agent": "grpo_agent",
+    "branpo": "grpo_agent",
+}
 
 
 def parity(completion_ids, **columns):
+    """Return a reward per completion: 1 if the sum of its token ids is odd, otherwise 0."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def look() -> str:
     """
-    Looks around.
+    Look around.
 
     Returns:
-        What there is.
+        Names of the objects in sight.
     """
     return "nothing"
 
 
 class StepClock(TrainerCallback):
-    """Wall seconds of each optimiser step, with all work of the device done."""
+    """Measure the wall seconds of each optimizer step, including all work of the GPU."""
 
     def __init__(self):
         self.seconds = []
@@ -66,6 +79,7 @@ class StepClock(TrainerCallback):
 
 
 def build_model(args):
+    """Return a Qwen2 model with random weights."""
     shape = dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=12)
     if args.tiny:
         shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
@@ -83,13 +97,16 @@ def build_model(args):
 
 
 def calls_on_its_own(tokenizer):
-    """Sampling options under which a random model calls the tool: whenever it says `!`, the rest of a call follows."""
+    """Return sampling options with which a random model calls the tool: as soon as it samples `!`, biases on the next
+    tokens complete the call."""
     call = tokenizer("!look ")["input_ids"]
-    return dict(sequence_bias=[[call[:end], 100.0] for end in range(2, len(call) + 1)])
+    beginnings = [call[:end] for end in range(2, len(call) + 1)]
+    return dict(sequence_bias=[[beginning, 100.0] for beginning in beginnings])
 
 
 def options_of(name, length, batch):
-    """The method's own settings; lengths are shares of a completion's."""
+    """Return the configuration fields of an entry. Lengths in tokens are shares of `length`, the maximum completion
+    length. The number of pivots is a share of `batch`, the rows per step."""
     tree = dict(expansion_width=4, node_length=length // 4)
     return {
         "deep_grpo": dict(segmentation="fixed", segment_length=length // 8, max_pivots_per_batch=batch // 4),
@@ -101,9 +118,12 @@ def options_of(name, length, batch):
 
 
 def check(name, args):
-    """Train `name` for a few steps; what it took."""
-    length, rows, accumulation = (24, 8, 1) if args.tiny else (args.max_completion_length, 16, 4)
-    agent = BESIDE[name] == "grpo_agent"
+    """Train an entry for a few steps, and return its measurements."""
+    if args.tiny:
+        length, rows, accumulation = 24, 8, 1
+    else:
+        length, rows, accumulation = args.max_completion_length, 16, 4
+    agent = BASELINES[name] == "grpo_agent"
     method = METHODS[re.sub("_(agent|parallel|packed)$", "", name)]
     on_gpu = args.device == "cuda"
     tokenizer = build_tokenizer(tools=agent)
@@ -126,20 +146,23 @@ def check(name, args):
         seed=args.seed,
         **options_of(name, length, rows * accumulation),
     )
-    prompts = [f"{i}+{j}=" for i in range(16) for j in range(16)]
+    prompts = []
+    for i in range(16):
+        for j in range(16):
+            prompts.append([{"role": "user", "content": f"{i}+{j}="}])
     clock, costs = StepClock(), CostCallback(Budget())
     trainer = method.trainer_class(
         model=build_model(args),
         reward_funcs=parity,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]}),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
         callbacks=[clock, costs],
         tools=[look] if agent else None,
     )
     costs.count_sampled(trainer)
     if on_gpu:
-        gc.collect()  # what an earlier trainer holds in cycles would count as this one's
+        gc.collect()  # otherwise, memory that an earlier trainer holds in reference cycles would count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
@@ -156,37 +179,43 @@ def check(name, args):
 
 
 def table(found, steps):
+    """Return the measurements of all entries as a Markdown table."""
     lines = [
         f"| {steps} steps | seconds per step | times GRPO | peak GiB | times GRPO | tokens sampled | graphs compiled "
         "| losses finite |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in (name for name in BESIDE if name in found):
-        ours, plain = found[name], found.get(BESIDE[name])
-        slower = f"{ours['seconds'] / plain['seconds']:.2f}" if plain else "-"
-        memory, more = "-", "-"
+    for name, baseline in BASELINES.items():
+        if name not in found:
+            continue
+        ours, grpo = found[name], found.get(baseline)
+        time_ratio, memory, memory_ratio = "-", "-", "-"
+        if grpo:
+            time_ratio = f"{ours['seconds'] / grpo['seconds']:.2f}"
         if ours["memory"] is not None:
-            memory, more = f"{ours['memory']:.2f}", f"{ours['memory'] / plain['memory']:.2f}" if plain else "-"
-        cells = [name, f"{ours['seconds']:.3f}", slower, memory, more, f"{ours['tokens']:.0f}"]
+            memory = f"{ours['memory']:.2f}"
+            if grpo:
+                memory_ratio = f"{ours['memory'] / grpo['memory']:.2f}"
+        cells = [name, f"{ours['seconds']:.3f}", time_ratio, memory, memory_ratio, f"{ours['tokens']:.0f}"]
         cells += [f"{ours['compilations']:.0f}", "yes" if ours["finite"] else "NO"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short completions")
-    parser.add_argument("--only", choices=BESIDE, help="train this one; the table also has what was done before")
+    parser.add_argument("--only", choices=BASELINES, help="train only this entry; the table also has earlier results")
     parser.add_argument("--max_completion_length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=6, help="the first of them warms up and is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="steps per entry; the first one warms up and is left out")
     parser.add_argument("--output", default="out/gpu-check")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: --device cpu --tiny runs the same code.")
+        raise SystemExit("found no CUDA device: --device cpu --tiny runs the same code on the CPU.")
     if args.device == "cpu":
-        torch.set_num_threads(1)  # the fastest for a tiny model
+        torch.set_num_threads(1)  # the fastest number for a tiny model
     transformers.utils.logging.set_verbosity_error()
     setting = {key: value for key, value in vars(args).items() if key not in ("only", "output")}
     file = Path(args.output) / "found.json"
@@ -194,9 +223,13 @@ def main():
     if file.exists():
         kept = json.loads(file.read_text())
         if kept["setting"] != setting:
-            raise SystemExit(f"{file} holds another setting, {kept['setting']}: choose another --output.")
+            raise SystemExit(f"{file} has results of other settings ({kept['setting']}): choose another --output.")
         found = kept["found"]
-    for name in [args.only] if args.only else [name for name in BESIDE if name not in found]:
+    if args.only:
+        names = [args.only]
+    else:
+        names = [name for name in BASELINES if name not in found]
+    for name in names:
         found[name] = check(name, args)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"setting": setting, "found": found}, indent=1))

@@ -1,13 +1,17 @@
-"""What G2RL's features cost: seconds and memory beside the naive way, and their share of a training step.
+"""Measure the cost of G2RL's gradient features: seconds and memory, and their share of a training step.
 
     python examples/benchmarks/gradient_features.py
     python examples/benchmarks/gradient_features.py --device cuda --rows 8 --width 2048 --dtype bfloat16
 
-1. One row of hidden states, vocabularies of 32k and 152k, 1k and 4k tokens: features, log-probabilities and entropies
-   from tiles, against the whole `(tokens, V)` logits at once. Every case in a process of its own; peak memory is what
-   the process (on a GPU: the allocator) held beyond its inputs.
-2. Training steps of a small model whose vocabulary has 32k entries, with G2RL's own pass and where TRL makes old
-   log-probabilities anyway: the logged `geometry/feature_seconds` over the seconds of a step, beside GRPO's steps.
+The first table compares two ways to compute features, log-probabilities and entropies from hidden states:
+trl-explore's, which computes the logits of a few tokens at a time ("tiles"), and a naive one with all logits
+`(tokens, V)` at once. The vocabulary has 32k or 152k entries, and a row has 1k or 4k tokens. Every case runs in its
+own process. Its memory is the peak memory of the process, or on a GPU of the allocator, without the inputs.
+
+The second part trains a small model with a vocabulary of 32k entries with G2RL and with GRPO. It prints the seconds
+per generation batch, and the share of the metric `geometry/feature_seconds` in G2RL's. There are two settings. With
+`num_iterations=1`, the features need a forward pass of their own. With `num_iterations=2`, TRL computes old
+log-probabilities, and the features come from the same forward pass.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import torch
 
 
 def naive_features(hidden, ids, mask, head):
-    """The whole softmax at once."""
+    """Return features, log-probabilities and entropies, computed from all logits at once."""
     logits = hidden.float() @ head.weight.float().T / head.temperature
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
@@ -33,12 +37,14 @@ def naive_features(hidden, ids, mask, head):
 
 
 def peak_bytes(device):
+    """Return the peak memory so far: of the CUDA allocator, or of the process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def one_case(args):
+    """Measure one way in this process, and print the result as JSON."""
     from trl_explore.gradients.features import LMHead, sequence_features
 
     torch.set_num_threads(args.threads)
@@ -49,12 +55,12 @@ def one_case(args):
     head = LMHead(weight)
     ids = torch.randint(args.vocabulary, (args.rows, args.tokens), device=args.device)
     mask = torch.ones_like(ids)
-    way = naive_features if args.way == "naive" else sequence_features
+    compute = naive_features if args.way == "naive" else sequence_features
     with torch.no_grad():
-        way(hidden[:, :8], ids[:, :8], mask[:, :8], head)  # warm up
+        compute(hidden[:, :8], ids[:, :8], mask[:, :8], head)  # warms up
         before = peak_bytes(args.device)
         start = time.perf_counter()
-        features = way(hidden, ids, mask, head)[0]
+        features = compute(hidden, ids, mask, head)[0]
         if args.device == "cuda":
             torch.cuda.synchronize()
     seconds = time.perf_counter() - start
@@ -62,6 +68,7 @@ def one_case(args):
 
 
 def compare(args):
+    """Print the table of seconds and memory. Each line compares both ways in one case."""
     print("vocabulary tokens     tiles: s      MB    naive: s      MB   seconds, memory")
     for vocabulary in (32_768, 151_936):
         for tokens in (1024, 4096):
@@ -83,6 +90,7 @@ def compare(args):
 
 
 def steps(args):
+    """Train with GRPO and G2RL alternately, and print seconds and the share of the features."""
     import tempfile
 
     import transformers
@@ -99,10 +107,12 @@ def steps(args):
         vocab_size=32_768, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    ways = {"own pass": {}, "old log-probabilities are made anyway": dict(num_iterations=2)}
-    for name, options in ways.items():
+    settings = {"own pass": {}, "old log-probabilities are made anyway": dict(num_iterations=2)}
+    for name, options in settings.items():
         print(f"\n{name}")
-        batches, features = {}, []
+        steps_per_batch = options.get("num_iterations", 1)
+        batches = {"GRPOTrainer": [], "G2RLTrainer": []}  # seconds of every generation batch
+        features = []  # seconds that the features take, per generation batch
         for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (G2RLTrainer, G2RLConfig)) * args.rounds:
             torch.manual_seed(0)
             common = dict(
@@ -122,33 +132,34 @@ def steps(args):
             trainer.remove_callback(PrinterCallback)
             trainer.train()
             logs = [log for log in trainer.state.log_history if "step_time" in log]
-            of_a_batch = options.get("num_iterations", 1)
-            starts = range(of_a_batch, len(logs), of_a_batch)  # the first batch warms up
-            batches.setdefault(trainer_class.__name__, []).extend(
-                sum(log["step_time"] for log in logs[start : start + of_a_batch]) for start in starts
-            )
-            features += [log["geometry/feature_seconds"] for log in logs[1:] if "geometry/feature_seconds" in log]
-        seconds = {of: statistics.median(measured) for of, measured in batches.items()}
-        share = statistics.median(features) / seconds["G2RLTrainer"]
-        print(f"  GRPO {seconds['GRPOTrainer']:.3f} s, G2RL {seconds['G2RLTrainer']:.3f} s (medians of", end=" ")
-        print(f"{len(batches['G2RLTrainer'])} generation batches each, {of_a_batch} step(s) per batch),", end=" ")
-        print(f"features {statistics.median(features):.3f} s = {100 * share:.1f} %;", end=" ")
-        print(f"ratio {seconds['G2RLTrainer'] / seconds['GRPOTrainer']:.3f}", flush=True)
+            for start in range(steps_per_batch, len(logs), steps_per_batch):  # the first batch warms up
+                batch_logs = logs[start : start + steps_per_batch]
+                batches[trainer_class.__name__].append(sum(log["step_time"] for log in batch_logs))
+            for log in logs[1:]:
+                if "geometry/feature_seconds" in log:
+                    features.append(log["geometry/feature_seconds"])
+        grpo, g2rl = statistics.median(batches["GRPOTrainer"]), statistics.median(batches["G2RLTrainer"])
+        feature_seconds = statistics.median(features)
+        share = feature_seconds / g2rl
+        print(f"  GRPO {grpo:.3f} s, G2RL {g2rl:.3f} s (medians of", end=" ")
+        print(f"{len(batches['G2RLTrainer'])} generation batches each, {steps_per_batch} step(s) per batch),", end=" ")
+        print(f"features {feature_seconds:.3f} s = {100 * share:.1f} %;", end=" ")
+        print(f"ratio {g2rl / grpo:.3f}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--dtype", default="float32")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rows", type=int, default=1, help="rows of the table's cases")
+    parser.add_argument("--width", type=int, default=512, help="size of the hidden states of the table's cases")
+    parser.add_argument("--dtype", default="float32", help="type of the hidden states of the table's cases")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="trainers take turns this often")
-    parser.add_argument("--completion_length", type=int, default=32)
-    parser.add_argument("--way", default=None, help="one case only: tiles or naive")
-    parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4, help="a run has twice this number of training steps")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer")
+    parser.add_argument("--completion_length", type=int, default=32, help="maximum completion length in training")
+    parser.add_argument("--way", default=None, help="run one case of the table only: tiles or naive")
+    parser.add_argument("--vocabulary", type=int, default=32_768, help="with --way")
+    parser.add_argument("--tokens", type=int, default=1024, help="with --way")
     args = parser.parse_args()
     if args.way is not None:
         one_case(args)

@@ -1,11 +1,14 @@
-"""Rare errors late in a completion: DEEP-GRPO, its root and uniform controls, and plain GRPO, side by side.
+"""Compare DEEP-GRPO with GRPO and with two controls on a task with rare errors late in a completion.
 
     python examples/benchmarks/late_errors.py --task late1 --seeds 0 1 2 --cpu_seconds 120 --output out/late1
 
-Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch and the held-out
-problems. Prints accuracy at equal CPU seconds, at equal generated tokens and at equal optimiser steps (linear
-interpolation between evaluations), the mean over seeds with a 95 % t-interval, and each arm's paired difference to
-GRPO. The three costs disagree: name the one you quote.
+The controls are DEEP-GRPO with branches from the start of the completion ("root") and from uniformly random pivots.
+For each seed, a tiny model is trained on demonstrations, and all arms start from this model. They have the same
+learning rate, batch size and held-out problems.
+
+The tables compare the arms at equal CPU seconds, generated tokens and optimizer steps, interpolated linearly between
+evaluations: means over the seeds, and differences to GRPO paired by seed, with 95 % t-intervals. The conclusion may
+depend on the kind of cost, so name the cost if you quote a number.
 """
 
 import argparse
@@ -23,12 +26,15 @@ from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks.warm_start import warm_start
 
+PIVOT_METRICS = ("pivots/tried", "pivots/informative_fraction", "pivots/recovered_fraction", "pivots/token_ratio")
 METRICS = {"greedy": "eval/greedy_accuracy", "pass@1": "eval/pass_at_1", "pass@16": "eval/pass_at_16"}
 
 
 def make_arms(max_pivots):
+    """Return the arms. `max_pivots` is the maximum number of pivots per batch."""
     common = dict(max_pivots_per_batch=max_pivots, segment_delimiters=[";"])
-    # On a CPU, branches of similar length sample faster in calls of their own; whole completions do not.
+    # On a CPU, several `generate` calls, each for branches of similar length, are faster than one call. The branches
+    # of the root control are whole completions, for which this is not faster.
     parts = dict(sampling_batch_size=64)
     return [
         Arm("GRPO", "grpo"),
@@ -39,16 +45,16 @@ def make_arms(max_pivots):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--task", default="late1")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="late1", help="short name of a task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
-    parser.add_argument("--cpu_seconds", type=float, default=120.0)
+    parser.add_argument("--cpu_seconds", type=float, default=120.0, help="CPU seconds of every run")
     parser.add_argument("--max_steps", type=int, default=100_000)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--max_pivots", type=int, default=32)
-    parser.add_argument("--evaluate_every", type=int, default=40)
-    parser.add_argument("--num_eval", type=int, default=256)
+    parser.add_argument("--max_pivots", type=int, default=32, help="maximum number of pivots per batch")
+    parser.add_argument("--evaluate_every", type=int, default=40, help="optimizer steps between evaluations")
+    parser.add_argument("--num_eval", type=int, default=256, help="held-out problems")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", default="out/late_errors")
     args = parser.parse_args()
@@ -78,18 +84,23 @@ def main():
             )
             runs.append(asdict(run))
             (output / "runs.json").write_text(json.dumps(runs))
-            last = run.points[-1]
-            print({k: round(v, 3) for k, v in last.items()}, arm.name, seed, flush=True)
+            last = {name: round(value, 3) for name, value in run.points[-1].items()}
+            print(last, arm.name, seed, flush=True)
     for cost in ("cpu_seconds", "tokens", "step"):
         print("\n" + comparison_table(runs, cost, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
-        steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
-        keys = ("pivots/tried", "pivots/informative_fraction", "pivots/recovered_fraction", "pivots/token_ratio")
-        found = {k: statistics.median(s[k] for s in steps if k in s) for k in keys if any(k in s for s in steps)}
-        cpu = sum(run["steps"][-1]["cpu_seconds"] / run["steps"][-1]["step"] for run in runs if run["arm"] == arm.name)
-        shares = {k: round(v, 3) for k, v in found.items()}
-        print(f"  {arm.name:16s} CPU s/step {cpu / len(args.seeds):.3f}  {shares}")
+        arm_runs = [run for run in runs if run["arm"] == arm.name]
+        medians = {}
+        for metric in PIVOT_METRICS:
+            values = [step[metric] for run in arm_runs for step in run["steps"] if metric in step]
+            if values:
+                medians[metric] = round(statistics.median(values), 3)
+        seconds_per_step = 0
+        for run in arm_runs:
+            last_step = run["steps"][-1]
+            seconds_per_step += last_step["cpu_seconds"] / last_step["step"]
+        print(f"  {arm.name:16s} CPU s/step {seconds_per_step / len(args.seeds):.3f}  {medians}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""What a sketch for every row costs, and how that depends on how many sketches are right.
+"""Measure whether sketches for every row do harm because few sketches are right.
 
     python examples/benchmarks/right_sketches.py --accepted 1 4 8
 
-In `plans`, an item understands some of sixteen dialects, and a sketch names one. Here it understands 1, 4 or 8 of them
-and all else stays: the same items, demonstrations and settings. SESA with a sketch for every row, or with sketches for
-half of them, beside GRPO at equal generated tokens, with 95 % t-intervals over seeds. Where one sketch is right, at
-most one of eight rows with different sketches can be; if that is the harm, it goes away with more right sketches.
+In the task `plans`, an answer is a number, written in one of sixteen dialects. It is right if the item of the problem
+understands the dialect. A sketch names one dialect. This script changes only how many dialects an item understands:
+1, 4 or 8. Items, demonstrations and settings stay the same.
+
+The arms are GRPO, SESA with a sketch for each of the eight rows of a group, and SESA with sketches for four rows. The
+tables compare them at equal generated tokens, with 95 % t-intervals over seeds. If only one sketch is right, at most
+one of eight rows with different sketches can be right. If this does the harm, the harm vanishes with more right
+sketches.
 """
 
 import argparse
@@ -34,12 +38,12 @@ SHOWN = ("sketch/success", "sketch/plain_success", "frac_reward_zero_std")
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accepted", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--accepted", type=int, nargs="+", default=[1, 4, 8], help="right dialects per item")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--tokens", type=float, default=1.2e5)
+    parser.add_argument("--tokens", type=float, default=1.2e5, help="generated tokens of every run")
     parser.add_argument("--learning_rate", type=float, default=6e-4)
-    parser.add_argument("--evaluate_every", type=int, default=20)
-    parser.add_argument("--num_eval", type=int, default=128)
+    parser.add_argument("--evaluate_every", type=int, default=20, help="optimizer steps between evaluations")
+    parser.add_argument("--num_eval", type=int, default=128, help="held-out problems")
     parser.add_argument("--output", type=Path, default=Path("out/right_sketches"))
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
@@ -68,23 +72,21 @@ def main():
         print(f"\n{accepted} of {len(PLANS.weights)} sketches right\n")
         print(comparison_table(runs, "tokens", METRICS))
         for arm in ARMS:
-            own = [run for run in runs if run["arm"] == arm.name]
-            along = {
-                name: statistics.mean(mean_along(r["points"], "tokens", args.tokens, key) for r in own)
-                for name, key in METRICS.items()
-            }
-            last = [step for run in own for step in run["steps"][-len(run["steps"]) // 4 :]]
-            shares = {
-                name: statistics.mean(s[name] for s in last if name in s)
-                for name in SHOWN
-                if any(name in s for s in last)
-            }
-            print(f"{arm.name}: along the curve", {name: round(100 * value, 1) for name, value in along.items()})
-            print(
-                "  in the last quarter of the steps",
-                {name: round(value, 3) for name, value in shares.items()},
-                flush=True,
-            )
+            arm_runs = [run for run in runs if run["arm"] == arm.name]
+            along_curve = {}
+            for name, key in METRICS.items():
+                values = [mean_along(run["points"], "tokens", args.tokens, key) for run in arm_runs]
+                along_curve[name] = round(100 * statistics.mean(values), 1)
+            last_quarters = []
+            for run in arm_runs:
+                last_quarters += run["steps"][-len(run["steps"]) // 4 :]
+            means = {}
+            for name in SHOWN:
+                values = [step[name] for step in last_quarters if name in step]
+                if values:
+                    means[name] = round(statistics.mean(values), 3)
+            print(f"{arm.name}: along the curve", along_curve)
+            print("  in the last quarter of the steps", means, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Several samples of the same prefixes, each prefix encoded once or once per sample: seconds side by side.
+"""Measure the seconds of sampling several completions per prefix if each prefix is encoded once or once per sample.
 
     python examples/benchmarks/shared_prefill.py --prefix_tokens 256 --new_tokens 16
 
-A branching method asks for many continuations of one prefix, and `generate` of transformers encodes the prefix for
-each. `trl_explore.sampling.generation.recorded` lets it do so once. Random weights; both ways alternate in one
-process, sample from the same seeds, and are compared token by token.
+A branching method samples many continuations of one prefix. `generate` of transformers encodes the prefix for each of
+them. With `trl_explore.sampling.generation.recorded`, `generate` encodes it once. The model has random weights. Both
+ways alternate in one process and sample with the same seeds. The output also has the share of sampled tokens that are
+equal.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from trl_explore.sampling.generation import recorded
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefixes", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="samples per prefix")
     parser.add_argument("--prefix_tokens", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--new_tokens", type=int, default=16)
     parser.add_argument("--hidden_size", type=int, default=512)
@@ -48,7 +49,8 @@ def main():
     for length in args.prefix_tokens:
         prefixes = torch.randint(args.vocab_size, (args.prefixes, length), device=device)
         rows = prefixes.repeat_interleave(args.samples, dim=0)
-        seconds, same = {True: [], False: []}, []
+        seconds = {True: [], False: []}  # of each round, by whether rows share the encoding of their prefix
+        equal_shares = []
         for round_ in range(args.rounds + 1):
             sampled = {}
             for share in (True, False):
@@ -63,16 +65,18 @@ def main():
                         eos_token_id=None,
                         pad_token_id=0,
                     )
-                if round_:  # the first is a warm-up
+                if round_ > 0:  # the first round warms up
                     seconds[share].append(time.perf_counter() - start)
-                encoded = record.encoded_tokens / record.prefill_tokens
-                assert encoded == (1 / args.samples if share else 1)
-            same.append((sampled[True] == sampled[False]).float().mean().item())
+                encoded_share = record.encoded_tokens / record.prefill_tokens
+                assert encoded_share == (1 / args.samples if share else 1)
+            equal_shares.append((sampled[True] == sampled[False]).float().mean().item())
         once, each = statistics.median(seconds[True]), statistics.median(seconds[False])
-        ratios = [b / a for a, b in zip(seconds[True], seconds[False], strict=True)]
+        ratios = []
+        for seconds_once, seconds_each in zip(seconds[True], seconds[False], strict=True):
+            ratios.append(seconds_each / seconds_once)
         print(
             f"prefix {length:5d}: once {once:.3f} s, per sample {each:.3f} s, ratio {each / once:.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f}); {100 * statistics.mean(same):.1f} % of the tokens equal"
+            f"({min(ratios):.2f}-{max(ratios):.2f}); {100 * statistics.mean(equal_shares):.1f} % of the tokens equal"
         )
 
 

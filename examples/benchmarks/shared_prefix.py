@@ -1,18 +1,27 @@
-"""Log-probabilities of rows that share prefixes, each prefix computed once or once per row: seconds side by side.
+"""Measure the seconds of the log-probabilities of rows that share prefixes, computed once or once per row.
 
     python examples/benchmarks/shared_prefix.py --prefix 192 384 --suffix 64 128
 
-Forward and backward of what every trainer calls, TRL's own pass and `shared_prefix_training="on"`, on a model with
-random weights. Both alternate in one process; seconds are medians, on a CPU of its time. `tokens` is how many times
-more tokens the rows have than are computed, the limit where every token costs the same. On a CPU, TRL's pass sends the
-prompts through the LM head too, so a large vocabulary gains more than that; a small one shows the layers alone. MB are
-what the forward pass keeps for the backward pass. Where nothing is shared, both passes are TRL's own.
+The script runs the forward and backward pass of a trainer's log-probabilities in two ways: TRL's own pass ("plain"),
+and the pass with `shared_prefix_training="on"` ("packed"). The model has random weights. Both ways alternate in one
+process. If rows share no tokens, both ways are TRL's own pass.
+
+Columns of the table:
+
+- `tokens`: number of tokens of the rows, divided by the number of computed tokens. The speed-up would have this value
+  if every token had the same cost. On a CPU, it can be higher: TRL's pass also computes the logits of the prompts,
+  which takes long with a large vocabulary. A small `--vocab_size` shows the speed-up of the layers.
+- `plain s`, `packed s`, `speed-up`: median seconds, and their ratio. On a CPU, these are CPU seconds of the process.
+- `rounds`: smallest and largest speed-up of a round.
+- `of tokens`: `speed-up` divided by `tokens`.
+- `plain MB`, `packed MB`: memory that the forward pass keeps for the backward pass.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -27,58 +36,87 @@ LINE = "{:<36} {:>7} {:>8} {:>9} {:>9} {:>12} {:>10} {:>9} {:>10}"
 
 
 def branches(args, prefix: int, suffix: int) -> list[list[int]]:
-    """Rows of one prefix that differ from its end on."""
+    """Return `args.rows` rows with the same random prefix and different random suffixes. The arguments are numbers of
+    tokens."""
     shared = tokens(args, prefix)
     return [shared + tokens(args, suffix) for _ in range(args.rows)]
 
 
 def tree(args, node: int, depth: int) -> list[list[int]]:
-    """Leaves of a random search tree: every row leaves an earlier one at the end of one of its nodes."""
+    """Return the leaves of a random search tree with `depth` nodes of `node` tokens per row. Every row begins with the
+    first nodes of an earlier row."""
     rows = [tokens(args, node * depth)]
     while len(rows) < args.rows:
-        parent, cut = rows[int(torch.randint(len(rows), ()))], node * int(torch.randint(1, depth, ()))
+        parent = rows[int(torch.randint(len(rows), ()))]
+        cut = node * int(torch.randint(1, depth, ()))
         rows.append(parent[:cut] + tokens(args, node * depth - cut))
     return rows
 
 
 def tokens(args, number: int) -> list[int]:
+    """Return random token ids."""
     return torch.randint(2, args.vocab_size, (number,)).tolist()
 
 
-def seconds_of(trainer, mode: str, ids: torch.Tensor, num_prompt: int) -> tuple[float, float]:
-    """Seconds of a forward and backward pass, and the MB that the forward pass keeps for the backward one."""
+class Measurement(NamedTuple):
+    """Measurement of one forward and backward pass."""
+
+    seconds: float
+    megabytes: float  # that the forward pass keeps for the backward pass
+
+
+def measure(trainer, mode: str, ids: torch.Tensor, num_prompt: int) -> Measurement:
+    """
+    Measure a forward and backward pass of the log-probabilities of completions.
+
+    Args:
+        trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
+            Trainer with `shared_prefix_training="on"`.
+        mode (`str`):
+            `"on"` computes shared prefixes once, `"off"` once per row.
+        ids (`torch.Tensor`):
+            Token ids of prompts and completions without padding, `(B, P+C)`.
+        num_prompt (`int`):
+            Number of tokens of a prompt, P.
+
+    Returns:
+        [`Measurement`]: Seconds and memory.
+    """
     trainer.packing.mode = mode
     trainer.model.zero_grad()
-    kept: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    kept: dict[int, int] = {}  # bytes of each storage that is kept for the backward pass, by address
+    weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
 
     def note(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    clock = time.perf_counter if ids.is_cuda else time.process_time  # other work on the machine does not count
-    synchronise(ids)
+    # On a CPU, measure the time of the process, so that other work on the machine does not count.
+    clock = time.perf_counter if ids.is_cuda else time.process_time
+    synchronize(ids)
     start = clock()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         logps, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.ones_like(ids), ids.size(1) - num_prompt, compute_entropy=True
         )
     logps.sum().backward()
-    synchronise(ids)
-    return clock() - start, sum(kept.values()) / 1e6
+    synchronize(ids)
+    return Measurement(clock() - start, sum(kept.values()) / 1e6)
 
 
-def synchronise(ids: torch.Tensor) -> None:
+def synchronize(ids: torch.Tensor) -> None:
+    """Wait for the GPU, if `ids` are on a GPU."""
     if ids.is_cuda:
         torch.cuda.synchronize()
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--prefix", type=int, nargs="*", default=[64, 192, 384, 768])
-    parser.add_argument("--suffix", type=int, nargs="*", default=[64, 128, 256])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
+    parser.add_argument("--prefix", type=int, nargs="*", default=[64, 192, 384, 768], help="tokens of a prefix")
+    parser.add_argument("--suffix", type=int, nargs="*", default=[64, 128, 256], help="tokens of a suffix")
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab_size", type=int, default=8192)
@@ -88,53 +126,61 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device here")
+        parser.error("--device cuda: found no CUDA device; leave the flag out to use the CPU")
     if args.rows < 2 or args.hidden_size % 128:
         parser.error("--rows must be at least 2, and --hidden_size a multiple of 128")
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(args.seed)
     trainer = make_trainer(args)
-    shapes = {f"{args.rows} branches, {p} + {s}": (branches(args, p, s), p) for p in args.prefix for s in args.suffix}
+    # Name of each case, its rows, and the number of prompt tokens of a row.
+    cases: dict[str, tuple[list[list[int]], int]] = {}
+    for prefix in args.prefix:
+        for suffix in args.suffix:
+            cases[f"{args.rows} branches, {prefix} + {suffix}"] = (branches(args, prefix, suffix), prefix)
     for node in (32, 64, 128):
-        shapes[f"search tree, depth 8, nodes of {node}"] = (tree(args, node, 8), node)
+        cases[f"search tree, depth 8, nodes of {node}"] = (tree(args, node, 8), node)
     two = branches(args, 512, 128)[::2] + branches(args, 512, 128)[::2]
-    shapes["GRPO, 2 prompts of 512, 128 new"] = (two, 512)
-    shapes["nothing shared, 256"] = ([tokens(args, 256) for _ in range(args.rows)], 192)
+    cases["GRPO, 2 prompts of 512, 128 new"] = (two, 512)
+    cases["nothing shared, 256"] = ([tokens(args, 256) for _ in range(args.rows)], 192)
     print(
         LINE.format(
             "rows", "tokens", "plain s", "packed s", "speed-up", "rounds", "of tokens", "plain MB", "packed MB"
         )
     )
-    for name, (rows, num_prompt) in shapes.items():
+    for name, (rows, num_prompt) in cases.items():
         ids = torch.tensor(rows, device=trainer.accelerator.device)
-        found = {"off": [], "on": []}
-        for _ in range(args.rounds + 1):
-            for mode, results in found.items():
-                results.append(seconds_of(trainer, mode, ids, num_prompt))
-        seconds = {mode: [s for s, _ in results[1:]] for mode, results in found.items()}  # the first is a warm-up
-        plain, packed = statistics.median(seconds["off"]), statistics.median(seconds["on"])
-        ratios = [a / b for a, b in zip(seconds["off"], seconds["on"], strict=True)]
-        ones, completion = torch.ones_like(ids), slice(num_prompt, None)
-        parts = ids[:, :num_prompt], ones[:, :num_prompt], ids[:, completion], ones[:, completion]
-        ratio = pack_rows(*parts).token_ratio
+        plain_seconds, packed_seconds, speedups = [], [], []
+        for number in range(args.rounds + 1):
+            plain = measure(trainer, "off", ids, num_prompt)
+            packed = measure(trainer, "on", ids, num_prompt)
+            if number > 0:  # the first round warms up
+                plain_seconds.append(plain.seconds)
+                packed_seconds.append(packed.seconds)
+                speedups.append(plain.seconds / packed.seconds)
+        speedup = statistics.median(plain_seconds) / statistics.median(packed_seconds)
+        ones = torch.ones_like(ids)
+        prompt_ids, prompt_mask = ids[:, :num_prompt], ones[:, :num_prompt]
+        completion_ids, completion_mask = ids[:, num_prompt:], ones[:, num_prompt:]
+        ratio = pack_rows(prompt_ids, prompt_mask, completion_ids, completion_mask).token_ratio
         print(
             LINE.format(
                 name,
                 f"{ratio:.2f}",
-                f"{plain:.3f}",
-                f"{packed:.3f}",
-                f"{plain / packed:.2f}",
-                f"{min(ratios):.2f}-{max(ratios):.2f}",
-                f"{plain / packed / ratio:.2f}",
-                f"{found['off'][-1][1]:.0f}",
-                f"{found['on'][-1][1]:.0f}",
+                f"{statistics.median(plain_seconds):.3f}",
+                f"{statistics.median(packed_seconds):.3f}",
+                f"{speedup:.2f}",
+                f"{min(speedups):.2f}-{max(speedups):.2f}",
+                f"{speedup / ratio:.2f}",
+                f"{plain.megabytes:.0f}",
+                f"{packed.megabytes:.0f}",
             ),
             flush=True,
         )
 
 
 def make_trainer(args) -> ExplorationTrainer:
+    """Return a trainer of a Qwen2 model with random weights, in bfloat16 on a GPU."""
     config = Qwen2Config(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,

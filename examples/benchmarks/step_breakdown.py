@@ -1,26 +1,36 @@
-"""What a generated token costs with every method beside plain GRPO, and where a step spends its time.
+"""Measure the cost of a generated token with every method relative to GRPO, and the parts of a training step.
 
     python examples/benchmarks/step_breakdown.py                          # the embedded task `doors`, CPU
     python examples/benchmarks/step_breakdown.py vault --methods tree_grpo sesa
-    python examples/benchmarks/step_breakdown.py rare_hop                 # an agent's task: BranPO
+    python examples/benchmarks/step_breakdown.py rare_hop                 # a task for agents: BranPO
     python examples/benchmarks/step_breakdown.py doors --path_cache_tokens 0
     python examples/benchmarks/step_breakdown.py --long_prompts           # 384 tokens, six layers, random weights
     python examples/benchmarks/step_breakdown.py --half_billion           # Qwen2.5-0.5B's shape, random weights, CUDA
     python examples/benchmarks/step_breakdown.py --model smollm2 --prompt_tokens 30 100 400   # a pretrained model
 
-All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts
-slows all: figures are medians over the steps of all rounds, ratios are within a round, with smallest and largest.
-Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `--expansion_width` children per node.
+All methods start from one model, which GRPO has trained for `--grpo_steps` steps. They alternate in one process, so
+that a slowdown of the machine affects all of them. Seconds are CPU seconds of the process, or on a GPU wall seconds.
 
-With `--model`, every prompt length has a table. A line below it says how much faster the loss and its gradients are
-computed with shared prefixes (eight completions of a prompt), next to the ratio of tokens.
+Columns of the table:
 
-Passes are those of a step without gradients, which sampling needs. "By passes alone" is the ratio if nothing else cost
-a method more per token than it costs GRPO; on a GPU, which runs behind, it says nothing and is left out.
+- `microseconds per token`: median over the steps of all rounds.
+- `times GRPO's`: ratio to GRPO in the same round. Median over the rounds, with the smallest and the largest.
+- `tokens per step`: generated tokens, median over the steps.
+- `passes`: forward passes without gradients per step. Sampling needs most of them.
+- `by passes alone`: ratio to GRPO if only the time of these forward passes differed from GRPO's. Empty on a GPU, which
+  works asynchronously, so that the time of a single pass is not known.
+- `prompt passes`: for tree search, number of encoded prefix tokens divided by the number of prefix tokens of all rows.
+- `cache, MB`: largest size of the kept keys and values.
+
+The lines below the table have the parts of a step, in percent. With `--model`, there is a table for every prompt
+length. The line below it compares the time of the log-probabilities of eight completions of a prompt and their
+gradients, with and without `shared_prefix_training`. The `token ratio` is the number of tokens of the rows divided by
+the number of computed tokens.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import tempfile
 import time
@@ -31,7 +41,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from shared_prefix import seconds_of
+from shared_prefix import measure
 from tasks import find_task
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen2Config
 
@@ -45,17 +55,20 @@ from trl_explore.sampling.generation import language_model
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
 
+# Fields that `--parallel` sets.
 PARALLEL = {"tree_grpo": "parallel_expansions", "sesa": "parallel_sketches"}
-# Of random models: an eighth of a completion for a step, a node and a sketch.
+# Options by method for a model with random weights, as functions of the maximum completion length. A segment, a node
+# and a sketch have an eighth of this length.
 RANDOM = {
     "deep_grpo": lambda length: dict(segmentation="fixed", segment_length=length // 8, max_pivots_per_batch=16),
     "tree_grpo": lambda length: dict(node_length=length // 8),
     "sesa": lambda length: dict(max_sketch_length=length // 8),
     "g2rl": lambda length: {},
 }
-# Of a pretrained model that was not taught a task: its completions have no lines to cut at.
+# The same for a pretrained model. Steps have a fixed length, because the model was not trained to write an answer in
+# lines.
 PRETRAINED = RANDOM | {
-    # One round: with the default, a step samples ten times GRPO's tokens.
+    # With the default number of rounds, a step samples ten times the tokens of GRPO.
     "tree_rl": lambda length: dict(num_rounds=1),
     "attn_rl": lambda length: dict(step_length=length // 8),
     "evol_rl": lambda length: dict(correctness="reward", embedding_model="ngrams"),
@@ -83,21 +96,23 @@ HALF_BILLION = Qwen2Config(
 )
 
 
+def coin(completion_ids, **kwargs):
+    """Return a reward per completion: 1 if the sum of its token ids is a multiple of 4, otherwise 0."""
+    return [float(sum(ids) % 4 == 0) for ids in completion_ids]
+
+
 def tiny_trainer(task: Any, start: str | Path, arm: Arm, config: Any, **more: Any) -> Any:
-    """Return a trainer of the tiny model on a task."""
+    """Return a trainer of the tiny model in the folder `start` on a task."""
     return task_trainer(arm, task, start, config, num_train=512, **more)
 
 
 def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **more: Any) -> Any:
-    """A trainer of random weights, in bfloat16 with LoRA on a GPU. Rewards are a coin per completion."""
+    """Return a trainer of a model with random weights: in bfloat16 with LoRA on a GPU, in float32 on a CPU."""
     from peft import LoraConfig
-
-    def coin(completion_ids, **kwargs):
-        return [float(sum(ids) % 4 == 0) for ids in completion_ids]
 
     torch.manual_seed(0)
     on_gpu = config.bf16
-    shape = copy.deepcopy(shape)  # a trainer writes into it
+    shape = copy.deepcopy(shape)  # the trainer changes the model's configuration
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16 if on_gpu else torch.float32)
     return METHODS[arm.method].trainer_class(
         model=model.cuda() if on_gpu else model,
@@ -111,17 +126,13 @@ def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **mor
 
 
 def prompt_of(tokenizer: Any, length: int) -> str:
-    """A text of so many tokens."""
+    """Return a text of `length` tokens."""
     text = "Use 11, 4, 17 to make 24. " * length
     return tokenizer.decode(tokenizer(text).input_ids[:length])
 
 
 def pretrained_trainer(folder: str, prompt: str, arm: Arm, config: Any, **more: Any) -> Any:
-    """A trainer of a pretrained model. The reward is 1 if the sum of the token ids is a multiple of 4."""
-
-    def coin(completion_ids, **kwargs):
-        return [float(sum(ids) % 4 == 0) for ids in completion_ids]
-
+    """Return a trainer of a pretrained model with float32 weights."""
     config.model_init_kwargs = {"dtype": "float32"}
     return METHODS[arm.method].trainer_class(
         model=folder,
@@ -133,7 +144,8 @@ def pretrained_trainer(folder: str, prompt: str, arm: Arm, config: Any, **more: 
 
 
 def print_shared_prefixes(folder: str, prompt_length: int, completion_length: int, *, rounds: int, bf16: bool) -> None:
-    """Prints the seconds of the loss and its gradients for eight completions of a prompt, plain and packed."""
+    """Print how much faster the log-probabilities of eight completions of a prompt and their gradients are computed if
+    the prompt is computed once."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as output:
         config = METHODS["exploration"].config_class(
@@ -148,16 +160,17 @@ def print_shared_prefixes(folder: str, prompt_length: int, completion_length: in
         shared = torch.randint(3, len(tokenizer), (prompt_length,)).tolist()
         rows = [shared + torch.randint(3, len(tokenizer), (completion_length,)).tolist() for _ in range(8)]
         ids = torch.tensor(rows, device=trainer.accelerator.device)
-        ones, end = torch.ones_like(ids), slice(prompt_length, None)
-        start = slice(None, prompt_length)
-        ratio = pack_rows(ids[:, start], ones[:, start], ids[:, end], ones[:, end]).token_ratio
+        ones = torch.ones_like(ids)
+        prompt_ids, prompt_mask = ids[:, :prompt_length], ones[:, :prompt_length]
+        completion_ids, completion_mask = ids[:, prompt_length:], ones[:, prompt_length:]
+        ratio = pack_rows(prompt_ids, prompt_mask, completion_ids, completion_mask).token_ratio
         speedups = []
         for number in range(rounds + 1):
             with trainer.accelerator.autocast():
-                plain = seconds_of(trainer, "off", ids, prompt_length)[0]
-                packed = seconds_of(trainer, "on", ids, prompt_length)[0]
-            if number > 0:  # the first is a warm-up
-                speedups.append(plain / packed)
+                plain = measure(trainer, "off", ids, prompt_length)
+                packed = measure(trainer, "on", ids, prompt_length)
+            if number > 0:  # the first round warms up
+                speedups.append(plain.seconds / packed.seconds)
     speedup = statistics.median(speedups)
     print(
         f"shared prefixes, prompt {prompt_length}, completion {completion_length}: {speedup:.2f} times faster "
@@ -166,7 +179,7 @@ def print_shared_prefixes(folder: str, prompt_length: int, completion_length: in
 
 
 class Passes:
-    """Counts forward passes of a trainer's model without gradients, and their CPU seconds."""
+    """Count the forward passes of a trainer's model without gradients, and their CPU seconds."""
 
     def __init__(self, trainer: Any) -> None:
         self.number, self.seconds, self._start = 0, 0.0, 0.0
@@ -184,7 +197,24 @@ class Passes:
 
 
 def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | None = None) -> list[dict[str, float]]:
-    """Costs and logs of each step but the first, which is a warm-up."""
+    """
+    Train one arm.
+
+    Args:
+        make (`Callable`):
+            Function of an arm, a configuration and `callbacks` that returns a trainer.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
+        options (`dict`):
+            Configuration fields. The options of the arm override them.
+        save_to (`Path`, *optional*):
+            Folder in which to save the trained model.
+
+    Returns:
+        `list[dict]`: For each step except the first, which warms up, its logs and these values: `step`, the seconds of
+        the step; `tokens`, the tokens generated in the step; `passes`, the mean number of forward passes without
+        gradients per step of the run; `pass_price`, their CPU seconds per generated token of the run.
+    """
     costs = CostCallback(Budget(steps=options["max_steps"]))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -199,7 +229,7 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
             trainer.save_model(str(save_to))
     clock = "seconds" if torch.cuda.is_available() else "cpu_seconds"
     steps = []
-    for before, after in zip(costs.history, costs.history[1:], strict=False):
+    for before, after in itertools.pairwise(costs.history):
         tokens = after["tokens"] - before["tokens"]
         steps.append({**after, "step": after[clock] - before[clock], "tokens": tokens})
     all_tokens = costs.history[-1]["tokens"]
@@ -209,82 +239,106 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
 
 
 def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
-    """GRPO, the methods that suit the task, and those with more in parallel."""
+    """Return the arms: GRPO, every method that suits the task, and the variants of methods that the flags ask for."""
+    by_method: dict[str, Any] = {}
     if args.model is not None:
-        own: dict[str, Any] = {name: options(args.completion_tokens) for name, options in PRETRAINED.items()}
+        for name, options_for in PRETRAINED.items():
+            by_method[name] = options_for(args.completion_tokens)
     elif task is None:
-        own = {name: options(512 if args.half_billion else 64) for name, options in RANDOM.items()}
+        for name, options_for in RANDOM.items():
+            by_method[name] = options_for(512 if args.half_billion else 64)
     else:
-        own = {name: row.options(task) for name, row in METHODS.items() if not row.plain}
-        own = {name: options for name, options in own.items() if options is not None}
-    # As many rows for all, also where an agent's methods have fewer than GRPO.
-    arms = [Arm("GRPO", "grpo", own.get("branpo", {}))]
-    for name, options in own.items():
+        for name, row in METHODS.items():
+            suitable = None if row.plain else row.options(task)
+            if suitable is not None:
+                by_method[name] = suitable
+    # On a task for agents, BranPO samples fewer rows than GRPO does by default. All arms get its number of rows.
+    agent_options = by_method.get("branpo", {})
+    arms = [Arm("GRPO", "grpo", agent_options)]
+    for name, method_options in by_method.items():
         if args.methods and name not in args.methods:
             continue
-        options = {**options, **own.get("branpo", {}), "path_cache_tokens": args.path_cache_tokens}
+        options = {**method_options, **agent_options, "path_cache_tokens": args.path_cache_tokens}
         if name == "tree_grpo":
             options["expansion_width"] = args.expansion_width
-        arms.append(Arm(METHODS[name].title, name, options))
+        title = METHODS[name].title
+        arms.append(Arm(title, name, options))
         if args.shared_prefixes:
-            shared = {**options, "shared_prefix_training": "on"}
-            arms.append(Arm(f"{METHODS[name].title}, shared prefixes", name, shared))
-        for number in args.parallel if name in PARALLEL and options.get("mode", "two_stage") == "two_stage" else ():
-            arms.append(Arm(f"{METHODS[name].title}, {number} parallel", name, {**options, PARALLEL[name]: number}))
+            arms.append(Arm(f"{title}, shared prefixes", name, {**options, "shared_prefix_training": "on"}))
+        # The other modes of SESA cannot draft several chains of sketches at the same time.
+        if name in PARALLEL and options.get("mode", "two_stage") == "two_stage":
+            for number in args.parallel:
+                arms.append(Arm(f"{title}, {number} parallel", name, {**options, PARALLEL[name]: number}))
     return arms
 
 
+def token_prices(steps: list[dict[str, float]]) -> list[float]:
+    """Return the microseconds per generated token of each step."""
+    return [1e6 * step["step"] / step["tokens"] for step in steps]
+
+
 def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> None:
-    """Prints a table over methods, then the shares of a step."""
+    """Print a table of all arms, and the parts of their steps. `rounds` has the steps by name of the arm."""
     print(
         "\n| | microseconds per token | times GRPO's | tokens per step | passes | by passes alone | prompt passes | "
         "cache, MB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    base = [statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"]) for found in rounds]
     for arm in arms:
-        steps = [step for found in rounds for step in found[arm.name]]
-        price = {name: [1e6 * s["step"] / s["tokens"] for s in steps] for name, steps in
-                 ((i, found[arm.name]) for i, found in enumerate(rounds))}  # fmt: skip
-        more = [1e6 * (found[arm.name][0]["pass_price"] - found["GRPO"][0]["pass_price"]) for found in rounds]
-        floor = statistics.median(1 + price / whole for price, whole in zip(more, base, strict=True))
-        ratios = [statistics.median(price[i]) / base[i] for i in range(len(rounds))]
-        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-        every = [value for values in price.values() for value in values]
-        encoded = [s["tree/encoded_fraction"] for s in steps if "tree/encoded_fraction" in s]
-        cache = [s["generation/cache_megabytes"] for s in steps if "generation/cache_megabytes" in s]
-        print(
-            f"| {arm.name} | {statistics.median(every):.1f} | {spread if arm.name != 'GRPO' else 1} "
-            f"| {statistics.median(s['tokens'] for s in steps):,.0f} "
-            f"| {statistics.mean(s['passes'] for s in steps):.1f} "
-            f"| {'' if torch.cuda.is_available() else f'{floor:.2f}'} "
-            f"| {f'{statistics.median(encoded):.3f}' if encoded else ''} "
-            f"| {f'{max(cache):.1f}' if cache else ''} |"
-        )
+        steps, prices, ratios, pass_ratios = [], [], [], []
+        for results in rounds:
+            own, grpo = results[arm.name], results["GRPO"]
+            grpo_price = statistics.median(token_prices(grpo))
+            steps += own
+            prices += token_prices(own)
+            ratios.append(statistics.median(token_prices(own)) / grpo_price)
+            # All steps of a run have the same `pass_price`.
+            extra_price = 1e6 * (own[0]["pass_price"] - grpo[0]["pass_price"])
+            pass_ratios.append(1 + extra_price / grpo_price)
+        encoded = [step["tree/encoded_fraction"] for step in steps if "tree/encoded_fraction" in step]
+        cache = [step["generation/cache_megabytes"] for step in steps if "generation/cache_megabytes" in step]
+        ratio = "1"
+        if arm.name != "GRPO":
+            ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        cells = [
+            arm.name,
+            f"{statistics.median(prices):.1f}",
+            ratio,
+            f"{statistics.median(step['tokens'] for step in steps):,.0f}",
+            f"{statistics.mean(step['passes'] for step in steps):.1f}",
+            "" if torch.cuda.is_available() else f"{statistics.median(pass_ratios):.2f}",
+            f"{statistics.median(encoded):.3f}" if encoded else "",
+            f"{max(cache):.1f}" if cache else "",
+        ]
+        print(f"| {' | '.join(cells)} |")
     for arm in arms:
-        steps = [step for found in rounds for step in found[arm.name]]
-        names = sorted({name for step in steps for name in step if name.endswith("_seconds") and "/" in name})
-        shares = {n: statistics.median(100 * s.get(n, 0.0) / s["step_time"] for s in steps) for n in names}
-        print(f"{arm.name}: percent of a step: " + ", ".join(f"{name} {share:.1f}" for name, share in shares.items()))
+        steps = [step for results in rounds for step in results[arm.name]]
+        metrics = {name for step in steps for name in step if name.endswith("_seconds") and "/" in name}
+        parts = []
+        for metric in sorted(metrics):
+            share = statistics.median(100 * step.get(metric, 0.0) / step["step_time"] for step in steps)
+            parts.append(f"{metric} {share:.1f}")
+        print(f"{arm.name}: percent of a step: " + ", ".join(parts))
 
 
 def in_turns(make: Any, arms: list[Arm], options: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The steps of every arm in every round; within a round, arms take turns."""
+    """Train all arms one after another in each round. Return the steps by name of the arm, for each round."""
     rounds = []
     for number in range(args.rounds):
-        own = {
+        round_options = {
             **options,
             "logging_steps": 1,
             "disable_tqdm": True,
             "max_steps": args.steps,
             "seed": args.seed + number,
         }
-        rounds.append({arm.name: trained(make, arm, own) for arm in arms})
+        rounds.append({arm.name: trained(make, arm, round_options) for arm in arms})
     return rounds
 
 
 def measure_pretrained(args: argparse.Namespace) -> None:
-    """Prints a table for every prompt length, with bfloat16 computation and float32 weights."""
+    """Print a table of a pretrained model for every prompt length. Weights are in float32, and autocast computes in
+    bfloat16."""
     folder = find_pretrained(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     options = dict(
@@ -307,27 +361,40 @@ def measure_pretrained(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Trains all arms in turn, and reports."""
+    """Train all arms alternately, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", nargs="?", default="doors")
-    parser.add_argument("--long_prompts", action="store_true")
-    parser.add_argument("--half_billion", action="store_true")
+    parser.add_argument("task", nargs="?", default="doors", help="short name of a task")
+    parser.add_argument("--long_prompts", action="store_true", help="random weights and prompts of 384 tokens")
+    parser.add_argument(
+        "--half_billion", action="store_true", help="random weights of the shape of Qwen2.5-0.5B, on a GPU"
+    )
     parser.add_argument("--model", help="smollm2, or the folder or Hub name of a pretrained model")
-    parser.add_argument("--prompt_tokens", nargs="*", type=int, default=[30, 100, 400], help="with --model")
-    parser.add_argument("--completion_tokens", type=int, default=32, help="with --model")
-    parser.add_argument("--rows", type=int, default=32, help="per step, with --model; 8 for a prompt")
-    parser.add_argument("--methods", nargs="*", choices=[name for name, row in METHODS.items() if not row.plain])
     parser.add_argument(
-        "--parallel", nargs="*", type=int, default=[], help="also so many expansions, chains of sketches"
+        "--prompt_tokens", nargs="*", type=int, default=[30, 100, 400], help="prompt lengths, with --model"
+    )
+    parser.add_argument("--completion_tokens", type=int, default=32, help="maximum completion length, with --model")
+    parser.add_argument("--rows", type=int, default=32, help="rows per step, with --model; a prompt has 8 rows")
+    methods = [name for name, row in METHODS.items() if not row.plain]
+    parser.add_argument("--methods", nargs="*", choices=methods, help="default: all methods that suit the task")
+    parser.add_argument(
+        "--parallel",
+        nargs="*",
+        type=int,
+        default=[],
+        help="measure TreeGRPO and SESA also with these values of `parallel_expansions` and `parallel_sketches`",
     )
     parser.add_argument(
-        "--shared_prefixes", action="store_true", help="also every method with `shared_prefix_training='on'`"
+        "--shared_prefixes",
+        action="store_true",
+        help="measure every method also with `shared_prefix_training='on'`",
     )
-    parser.add_argument("--expansion_width", type=int, default=4)
-    parser.add_argument("--path_cache_tokens", type=int, default=65536)
-    parser.add_argument("--grpo_steps", type=int, default=60)
+    parser.add_argument("--expansion_width", type=int, default=4, help="children per node of TreeGRPO")
+    parser.add_argument("--path_cache_tokens", type=int, default=65536, help="the field of this name, for all methods")
+    parser.add_argument(
+        "--grpo_steps", type=int, default=60, help="steps of GRPO on a task before the measurement; 0: none"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run; the first one warms up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -353,8 +420,10 @@ def main() -> None:
             options = {**common_options(task, seed=args.seed), **task_options(task)}
             make = partial(tiny_trainer, task, warm_start(task, seed=args.seed))
             if args.grpo_steps:
-                faster = {**options, "learning_rate": 1e-3, "scale_rewards": "none", "max_steps": args.grpo_steps}
-                trained(make, arms[0], faster, save_to=Path(folder))
+                first_options = {**options, "learning_rate": 1e-3, "scale_rewards": "none"}
+                first_options["max_steps"] = args.grpo_steps
+                grpo = arms[0]
+                trained(make, grpo, first_options, save_to=Path(folder))
                 make = partial(tiny_trainer, task, folder)
         rounds = in_turns(make, arms, options, args)
         report(arms, rounds)

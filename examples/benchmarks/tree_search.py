@@ -1,11 +1,14 @@
-"""Tree search during training beside plain GRPO, with and without the trees that have nothing to compare.
+"""Compare TreeGRPO with GRPO, with and without training on trees whose outcomes are all equal.
 
     python examples/benchmarks/tree_search.py --task chain --seeds 0 1 2 --tokens 2.5e6 --output out/tree_search
 
-Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch of prompts and
-the held-out problems. Prints accuracy at equal generated tokens, CPU seconds and optimiser steps (interpolated
-between evaluations), the mean over seeds with a 95 % t-interval, paired differences to GRPO, and what a search costs.
-One node holds one step of the problem (`--node_length 7`).
+For each seed, a tiny model is trained on demonstrations, and all arms start from this model. They have the same
+learning rate, batch of prompts and held-out problems. A node of 7 tokens (`--node_length`) has one step of an answer
+to the task `chain`.
+
+The tables compare the arms at equal generated tokens, CPU seconds and optimizer steps, interpolated between
+evaluations: means over the seeds, and differences to GRPO paired by seed, with 95 % t-intervals. The last lines have
+the seconds per step, the shares of the parts of a search, and the search's metrics.
 """
 
 import argparse
@@ -25,10 +28,12 @@ from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks.warm_start import warm_start
 
 METRICS = {"greedy": "eval/greedy_accuracy", "pass@1": "eval/pass_at_1", "pass@8": "eval/pass_at_8"}
-SHARES = ("sampling", "scoring", "own")
+# Parts of a search whose seconds TreeGRPO logs, as `tree/sampling_seconds`, ...
+PARTS = ("sampling", "scoring", "own")
 
 
 def make_arms(node_length):
+    """Return the arms. `node_length` is the number of tokens of a node."""
     search = dict(node_length=node_length)
     return [
         Arm("GRPO", "grpo"),
@@ -39,16 +44,16 @@ def make_arms(node_length):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--task", default="chain")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="chain", help="short name of a task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
-    parser.add_argument("--tokens", type=float, default=2.5e6)
+    parser.add_argument("--tokens", type=float, default=2.5e6, help="generated tokens of every run")
     parser.add_argument("--max_steps", type=int, default=100_000)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--node_length", type=int, default=7)
-    parser.add_argument("--evaluations", type=int, default=10, help="evaluations per run, about")
-    parser.add_argument("--num_eval", type=int, default=256)
+    parser.add_argument("--node_length", type=int, default=7, help="tokens of a node")
+    parser.add_argument("--evaluations", type=int, default=10, help="approximate number of evaluations per run")
+    parser.add_argument("--num_eval", type=int, default=256, help="held-out problems")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", default="out/tree_search")
     args = parser.parse_args()
@@ -63,8 +68,9 @@ def main():
     for seed in args.seeds:
         start = warm_start(task, seed=seed)
         for arm in arms:
-            # A step of tree search samples about five times the tokens of one of GRPO, so its steps are fewer.
-            tokens_per_step = 128 * task.max_completion_length * (1 if arm.method == "grpo" else 5)
+            tokens_per_step = 128 * task.max_completion_length
+            if arm.method != "grpo":
+                tokens_per_step *= 5  # a step of TreeGRPO samples about five times the tokens of a step of GRPO
             run = train_arm(
                 arm,
                 task,
@@ -78,18 +84,27 @@ def main():
             )
             runs.append(asdict(run))
             (output / "runs.json").write_text(json.dumps(runs))
-            print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
+            last = {name: round(value, 3) for name, value in run.points[-1].items()}
+            print(last, arm.name, seed, flush=True)
     for cost in ("tokens", "cpu_seconds", "step"):
         print("\n" + comparison_table(runs, cost, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
-        steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
-        seconds = sum(run["steps"][-1]["seconds"] for run in runs if run["arm"] == arm.name) / len(steps)
-        print(f"  {arm.name:22s} {seconds:.3f} s", end="")
-        found = {k: statistics.median(s[k] for s in steps) for k in steps[0] if k.startswith("tree/")}
-        for part in SHARES if found else ():
-            print(f", {part} {100 * found[f'tree/{part}_seconds'] / seconds:.1f} %", end="")
-        print("".join(f", {k.removeprefix('tree/')} {v:.3g}" for k, v in found.items() if "seconds" not in k))
+        arm_runs = [run for run in runs if run["arm"] == arm.name]
+        steps = [step for run in arm_runs for step in run["steps"]]
+        seconds = sum(run["steps"][-1]["seconds"] for run in arm_runs) / len(steps)
+        line = f"  {arm.name:22s} {seconds:.3f} s"
+        medians = {}
+        for metric in steps[0]:
+            if metric.startswith("tree/"):
+                medians[metric] = statistics.median(step[metric] for step in steps)
+        if medians:
+            for part in PARTS:
+                line += f", {part} {100 * medians[f'tree/{part}_seconds'] / seconds:.1f} %"
+        for metric, median in medians.items():
+            if "seconds" not in metric:
+                line += f", {metric.removeprefix('tree/')} {median:.3g}"
+        print(line)
     try:
         path = learning_curves(
             runs, output / "curves.png", costs=("tokens", "cpu_seconds"), title=f"tree search on {task.name}"

@@ -1,12 +1,13 @@
 """
-Tasks of the benchmarks, for the tiny model. The package trl_explore ships only the tasks that its documentation uses.
+Tasks of the benchmarks, for the tiny model. The package trl_explore contains only the tasks of its documentation.
 
-`trl-explore` and its files name one of them by its import path, from the root of the repository:
+The command `trl-explore` and its configuration files take the import path of a task. Run it in the root of the
+repository:
 
     trl-explore compare --task examples.benchmarks.tasks:VAULT --tokens 2e5
 
-`trl-explore tasks examples.benchmarks.tasks:VAULT` shows a problem. The scripts of the benchmarks take short names,
-`--task vault`.
+`trl-explore tasks examples.benchmarks.tasks:VAULT` shows a problem of the task. The scripts of the benchmarks take the
+short name of a task, for example `--task vault`.
 """
 
 from typing import Any
@@ -61,7 +62,7 @@ AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, RARE_HOP, LAT
 
 
 def find_task(name: str) -> Any:
-    """Return the task with a name: a task of this package, or an embedded task."""
+    """Return the task with a short name, from this package or from `trl_explore.tasks`."""
     known = {**EMBEDDED, **TASKS, **EMBEDDED_AGENTS, **AGENTS}
     if name not in known:
         raise SystemExit(unknown_name("task", name, known))

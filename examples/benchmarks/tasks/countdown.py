@@ -1,7 +1,7 @@
-"""Countdown: reach a target from a few numbers with `+`, `-`, `*` and `/`; most problems have many solutions.
+"""Countdown: compute a target from a few numbers with `+`, `-`, `*` and `/`. Most problems have many solutions.
 
-`2,3,5,7=24` is answered by `5*3=15,7+2=9,15+9=24` (the last right side may be left out) or by `(5*3)+7+2`. Every
-number and every intermediate result must be used exactly once. Arithmetic is exact, with fractions.
+Right answers to `2,3,5,7=24` are `5*3=15,7+2=9,15+9=24` and `(5*3)+7+2`. The result of the last equation may be left
+out. Every number and every intermediate result must be used exactly once. Arithmetic is exact, with fractions.
 """
 
 import random
@@ -20,34 +20,38 @@ from trl_explore.tasks.sketched import SketchedTask
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 COMMUTATIVE = "+*"
 LINE_SEPARATOR = ","
-# ASCII digits, or any other character that is no space: what is no token of the grammar fails as an operand.
+# A number, or any other character except a space. `_reduce` refuses characters that are not part of an expression.
 TOKENS = re.compile(r"[0-9]+|[^ ]")
-MAX_CHARACTERS = 300  # no answer needs more; bounds the work on hostile completions
+MAX_CHARACTERS = 300  # no right answer is longer; this limits the work on hostile completions
 
-Solution = tuple[str, ...]  # equations in canonical form, sorted: the order in which they are written does not count
+Solution = tuple[str, ...]  # equations in canonical form, sorted, because their order does not matter
 
 
 class Move(NamedTuple):
-    """One operation on a pool of numbers: its `equation`, the `result` and the sorted numbers that are `left` then."""
+    """Operation on two numbers of a pool."""
 
     equation: str
     result: int
-    left: tuple[int, ...]
+    left: tuple[int, ...]  # numbers in the pool after the operation, sorted
 
 
 @dataclass(frozen=True)
 class CountdownTask(SketchedTask):
-    """A family of Countdown problems. A sketch is the first operation, `5-3`. Demonstrations compute rightly but plan
-    carelessly: a model trained on them writes what can be checked, and fails at what is to be learned."""
+    """
+    Task with Countdown problems of one size.
+
+    A sketch is the first operation, for example `5-3`. Every equation in a demonstration is right, but the last result
+    often misses the target. So a model that is trained on demonstrations can calculate, but cannot plan.
+    """
 
     name: str
     num_numbers: int  # at least 2
     max_number: int
-    operators: str  # of problems and demonstrations, out of `+-*/`; answers may use all
+    operators: str  # characters of `+-*/` that problems and demonstrations use; answers may use all four
     min_target: int
-    max_value: int  # of targets and intermediate results, which are whole and positive
+    max_value: int  # largest target and intermediate result; both are positive integers
     carelessness: float  # probability that a demonstration chooses an operation at random
-    num_candidates: int  # answers in a list, and the most sketches of one problem
+    num_candidates: int  # number of answers in a list, and maximum number of sketches per problem
     warm_start_steps: int  # supervised steps until a tiny model has converged
     format_weights: tuple[float, float, float, float] = (0.55, 0.2, 0.25, 0.0)
 
@@ -74,7 +78,7 @@ class CountdownTask(SketchedTask):
         return 2 * len(str(self.max_number)) + 2
 
     def draw(self, rng: random.Random) -> str:
-        """Sorted random numbers and the end of a random walk from them."""
+        """Sample sorted numbers, and a target that random operations on them reach."""
         while True:
             numbers = sorted(rng.choices(range(1, self.max_number + 1), k=self.num_numbers))
             pool = tuple(numbers)
@@ -87,28 +91,34 @@ class CountdownTask(SketchedTask):
         return self.attempt(problem, rng).partition("=")[0]
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """Equations that are right but may miss the target, from `sketch` on."""
+        """Sample right equations that may miss the target. If `sketch` is a possible operation, it comes first."""
         pool, target = read_problem(problem)
         equations: list[str] = []
         while len(pool) > 1:
             choices = moves(pool, self.operators, self.max_value)
-            if not equations and any(move.equation.startswith(f"{sketch}=") for move in choices):
-                choices = tuple(move for move in choices if move.equation.startswith(f"{sketch}="))
+            sketched = tuple(move for move in choices if move.equation.startswith(f"{sketch}="))
+            if not equations and sketched:
+                choices = sketched
             elif rng.random() >= self.carelessness:
-                good = [m for m in choices if reachable(m.left, self.operators, self.max_value) >> target & 1]
-                choices = tuple(good) or choices
+                good = tuple(move for move in choices if self._reaches(target, move.left))
+                choices = good or choices
             if not choices:
-                break  # nothing stays below `max_value`: give up
+                break  # all results are above `max_value`, or are not positive integers
             move = rng.choice(choices)
             equations.append(move.equation)
             pool = move.left
         return LINE_SEPARATOR.join(equations)
 
+    def _reaches(self, target: int, pool: tuple[int, ...]) -> bool:
+        """Return whether operations on all numbers of a pool can result in the target."""
+        return bool(reachable(pool, self.operators, self.max_value) >> target & 1)
+
     def verify(self, problem: str, completion: str) -> bool:
         return read_answer(problem, completion) is not None
 
     def solutions(self, problem: str) -> set[Solution]:
-        """Canonical solutions with whole, positive numbers up to `max_value`; there may be others."""
+        """Return the solutions whose intermediate results are positive integers up to `max_value`. A right answer may
+        have other intermediate results."""
         pool, target = read_problem(problem)
         found: set[Solution] = set()
 
@@ -116,7 +126,7 @@ class CountdownTask(SketchedTask):
             if pool == (target,):
                 found.add(tuple(sorted(equations)))
             for move in moves(pool, self.operators, self.max_value):
-                if reachable(move.left, self.operators, self.max_value) >> target & 1:
+                if self._reaches(target, move.left):
                     search(move.left, (*equations, move.equation))
 
         search(pool, ())
@@ -126,18 +136,20 @@ class CountdownTask(SketchedTask):
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:
-        """Share of the `solutions` that are found."""
+        """Return the share of the `solutions` that are among the completions."""
         found = [read_answer(problem, completion_text(text)) for text in completions]
         return coverage_at_k(found, self.solutions(problem), max(1, len(found)))
 
 
 @lru_cache(maxsize=1 << 15)
 def moves(pool: tuple[int, ...], operators: str, max_value: int) -> tuple[Move, ...]:
-    """All operations on two numbers whose result is whole, positive and not too large, each once."""
+    """Return the operations on two numbers of a sorted pool whose results are positive integers up to `max_value`,
+    without duplicates."""
     found: dict[str, Move] = {}
     for i, b in enumerate(pool):
         for j in range(i + 1, len(pool)):
-            a, rest = pool[j], (*pool[:i], *pool[i + 1 : j], *pool[j + 1 :])
+            a = pool[j]  # at least b
+            rest = (*pool[:i], *pool[i + 1 : j], *pool[j + 1 :])
             results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
             for op in operators:
                 if 1 <= results[op] <= max_value:
@@ -148,7 +160,7 @@ def moves(pool: tuple[int, ...], operators: str, max_value: int) -> tuple[Move, 
 
 @lru_cache(maxsize=1 << 17)
 def reachable(pool: tuple[int, ...], operators: str, max_value: int) -> int:
-    """What can be made of all numbers of a pool, as bits: bit v is set if v can be made."""
+    """Return the possible results of operations on all numbers of a pool, as a bit mask: bit v is set for result v."""
     if len(pool) == 1:
         return 1 << pool[0]
     bits = 0
@@ -158,17 +170,17 @@ def reachable(pool: tuple[int, ...], operators: str, max_value: int) -> int:
 
 
 def read_problem(problem: str) -> tuple[tuple[int, ...], int]:
-    """The numbers of a problem, sorted, and the target."""
+    """Return the sorted numbers of a problem, and its target."""
     numbers, _, target = problem.partition("=")
     return tuple(sorted(map(int, numbers.split(LINE_SEPARATOR)))), int(target)
 
 
 def read_answer(problem: str, answer: str) -> Solution | None:
-    """The operations of a right answer in canonical form, sorted; `None` if it is wrong."""
+    """Return the equations of a right answer in canonical form, sorted. Return None if the answer is wrong."""
     if len(answer) > MAX_CHARACTERS:
         return None
     numbers, target = read_problem(problem)
-    # Numbers are compared as they are written, so that no digits of a hostile answer are ever converted.
+    # Numbers are compared as text. So the many digits of a hostile answer are never converted to a number.
     pool, equations = Counter(map(str, numbers)), []
     lines = answer.split(LINE_SEPARATOR)
     for index, line in enumerate(lines):
@@ -176,23 +188,43 @@ def read_answer(problem: str, answer: str) -> Solution | None:
         operations = _reduce(TOKENS.findall(expression), pool)
         if not operations:
             return None
-        result = operations[-1][-1]
-        if value.strip(" ") != str(result) and (equals or index + 1 < len(lines)):
+        result = operations[-1].result
+        is_last = index + 1 == len(lines)
+        if value.strip(" ") != str(result) and (equals or not is_last):
             return None
         pool[str(result)] += 1
-        equations += [_equation(*operation) for operation in operations]
-    return tuple(sorted(equations)) if list(pool.elements()) == [str(target)] else None
+        equations += [_equation(operation) for operation in operations]
+    if list(pool.elements()) != [str(target)]:
+        return None
+    return tuple(sorted(equations))
 
 
-def _reduce(tokens: list[str], pool: Counter[str]) -> list[tuple[Fraction, str, Fraction, Fraction]]:
-    """Operations `(a, op, b, result)` of an expression whose numbers leave `pool`; empty if it is not valid."""
-    # Operators wait on a stack: deep nesting costs no recursion.
+class Operation(NamedTuple):
+    """Operation in an answer: `a op b = result`."""
+
+    a: Fraction
+    op: str
+    b: Fraction
+    result: Fraction
+
+
+def _reduce(tokens: list[str], pool: Counter[str]) -> list[Operation]:
+    """
+    Return the operations of an expression in the order of their evaluation, or an empty list if it is not valid.
+
+    Args:
+        tokens (`list[str]`):
+            Tokens of the expression.
+        pool (`Counter[str]`):
+            Numbers that the expression may use. The used numbers are removed.
+    """
+    # The stacks replace recursion, so that a deeply nested expression does not exceed Python's recursion limit.
     operators, values = ["("], list[Fraction]()
-    operations: list[tuple[Fraction, str, Fraction, Fraction]] = []
+    operations: list[Operation] = []
     operand_expected = True
     for token in (*tokens, ")"):
         if not operators:
-            return []  # the last bracket was closed before the end
+            return []  # there is a `)` without a `(`
         if token == "(" and operand_expected:
             operators.append(token)
         elif (token in PRECEDENCE or token == ")") and not operand_expected:
@@ -200,8 +232,11 @@ def _reduce(tokens: list[str], pool: Counter[str]) -> list[tuple[Fraction, str, 
                 b, a, op = values.pop(), values.pop(), operators.pop()
                 if op == "/" and b == 0:
                     return []
-                result = {"+": a + b, "-": a - b, "*": a * b}[op] if op != "/" else a / b
-                operations.append((a, op, b, result))
+                if op == "/":
+                    result = a / b
+                else:
+                    result = {"+": a + b, "-": a - b, "*": a * b}[op]
+                operations.append(Operation(a, op, b, result))
                 values.append(result)
             if token == ")":
                 operators.pop()
@@ -217,7 +252,9 @@ def _reduce(tokens: list[str], pool: Counter[str]) -> list[tuple[Fraction, str, 
     return [] if operators else operations
 
 
-def _equation(a: Fraction, op: str, b: Fraction, result: Fraction) -> str:
+def _equation(operation: Operation) -> str:
+    """Return an operation in canonical form: the larger operand comes first if the operands can be exchanged."""
+    a, op, b, result = operation
     if op in COMMUTATIVE and a < b:
         a, b = b, a
     return f"{a}{op}{b}={result}"

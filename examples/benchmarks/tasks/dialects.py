@@ -1,4 +1,4 @@
-"""Problems with several families of solutions that are worth the same, of which demonstrations prefer one."""
+"""Tasks with several families of equally good solutions. Demonstrations prefer some families to others."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from trl_explore.tasks.doors import LETTERS, FactTask, check_range
 
-# How a number is written in each dialect. Every digit changes or moves, so the families share few tokens.
+# Function of each dialect that writes a number. In different dialects, most digits of a number differ, so the families
+# of solutions have few tokens in common.
 DIALECTS: dict[str, Callable[[str], str]] = {
     "S": lambda number: "".join(str((int(digit) + 1) % 10) for digit in number),
     "G": lambda number: number[::-1],
@@ -22,20 +23,25 @@ DIALECTS: dict[str, Callable[[str], str]] = {
 
 
 def _moved(number: str, by: int, step: int = 1) -> str:
+    """Add `by` to every digit, modulo 10. `step=-1` also reverses the number."""
     return "".join(str((int(digit) + by) % 10) for digit in number[::step])
 
 
-# Further ones: every digit moves on by so much, forwards and backwards.
 DIALECTS |= {mark: partial(_moved, by=by) for mark, by in zip("klmnopq", (2, 3, 4, 6, 7, 8, 9), strict=True)}
 DIALECTS |= {mark: partial(_moved, by=by, step=-1) for mark, by in zip("rst", (1, 2, 3), strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DialectTask(FactTask):
-    """Numbers to write in a dialect that the item understands, `S428` or `G713` for `k317`; a sketch is the mark."""
+    """
+    Task of writing a number in a dialect that the item understands.
 
-    weights: tuple[float, ...]  # how often demonstrations choose each dialect
-    num_accepted: int  # dialects that an item understands, all worth the same
+    Right answers to `k317` are `S428` and `G713` if item `k` understands the dialects `S` and `G`. The answer begins
+    with the mark of its dialect. A sketch is this mark.
+    """
+
+    weights: tuple[float, ...]  # relative frequency of each dialect in demonstrations
+    num_accepted: int  # number of dialects that an item understands; answers in all of them get the same reward
 
     step_length = 1  # the choice of the dialect, or a digit
     max_sketch_length = 2  # a mark and the end-of-sequence token
@@ -47,6 +53,7 @@ class DialectTask(FactTask):
 
     @property
     def marks(self) -> str:
+        """Marks of all dialects of this task."""
         return "".join(DIALECTS)[: len(self.weights)]
 
     @property
@@ -55,12 +62,15 @@ class DialectTask(FactTask):
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The marks of the dialects that every item understands."""
+        """Marks of the dialects that each item understands, by item."""
         rng = random.Random(f"dialects/{self.table_seed}")
-        return {item: "".join(rng.sample(self.marks, self.num_accepted)) for item in LETTERS[: self.num_items]}
+        understood = {}
+        for item in LETTERS[: self.num_items]:
+            understood[item] = "".join(rng.sample(self.marks, self.num_accepted))
+        return understood
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """A dialect by `weights`, whatever the item understands."""
+        """Sample a dialect with probabilities proportional to `weights`. The item does not matter."""
         return rng.choices(self.marks, self.weights)[0]
 
     def is_guess(self, text: str) -> bool:
@@ -70,7 +80,7 @@ class DialectTask(FactTask):
         return guess + DIALECTS[guess](problem[1:])
 
     def targets(self, problem: str) -> list[str]:
-        """All right answers: one per dialect that the item understands."""
+        """Return all right answers: one in each dialect that the item understands."""
         return [self.answer(problem, mark) for mark in self.facts[problem[0]]]
 
     @property
@@ -85,14 +95,15 @@ class DialectTask(FactTask):
         return data.add_column("targets", [self.targets(problem) for problem in data["problem"]])
 
 
-# Many right plans: of sixteen dialects an item understands six, of which demonstrations hardly know some.
+# An item understands six of sixteen dialects. Demonstrations rarely use ten of the sixteen.
 PLANS = DialectTask(
     name="plans",
     num_items=26,
     num_digits=3,
     weights=(0.3, 0.15, 0.1, 0.08, 0.06, 0.05, *[0.026] * 10),
     num_accepted=6,
-    format_weights=(0.45, 0.15, 0.4, 0.0),  # sixteen dialects: with fewer demonstrations, sketches are not followed
+    # With fewer answers to a sketch, the model does not learn to follow sketches in sixteen dialects.
+    format_weights=(0.45, 0.15, 0.4, 0.0),
     warm_start_steps=2000,
 )
 DIALECT = DialectTask(

@@ -1,8 +1,10 @@
-"""Plans for grid worlds: the whole way to the goal in one answer.
+"""Tasks of planning in grid worlds: an answer is the whole way to the goal.
 
-Demonstrators have *blind spots*, cells in which they mostly overlook an obstacle: models are wrong in known places.
+The demonstrations have *blind spots*: cells in which an obstacle is often overlooked. So a model that is trained on
+demonstrations fails at known cells.
 """
 
+import itertools
 import random
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -12,25 +14,26 @@ from trl_explore.tasks.sketched import SketchedTask
 
 from .grid_worlds import ACTIONS, State, World
 
-FEW_IDEAS = 4  # sketches that a demonstrator has at least, if need be for longer plans
-MAX_DRAWS = 10_000  # for one board; more means that the knobs leave none
+FEW_IDEAS = 4  # number of beginnings among which a demonstration chooses a sketch, if the board has enough
+MAX_DRAWS = 10_000  # random boards after which a task reports that no board fits its settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridTask(SketchedTask):
-    """Plans for boards of a world. A problem is a board; a sketch is how a plan begins, `ldr`."""
+    """Task of planning on boards of a world. A problem is a board. A sketch is the beginning of a plan, for example
+    `ldr`."""
 
     name: str
-    size: int  # rows and columns
-    min_moves: int  # that a board needs
-    max_moves: int  # that a board needs, and that an answer may have
-    blind_share: float  # of cells
-    overlook_probabilities: tuple[float, ...]  # dealt out evenly to those cells
+    size: int  # number of rows, and of columns
+    min_moves: int  # smallest number of moves of a shortest plan
+    max_moves: int  # largest number of moves of a shortest plan, and of an answer
+    blind_share: float  # share of the cells that are blind spots
+    overlook_probabilities: tuple[float, ...]  # the blind spots take these probabilities one after the other
     warm_start_steps: int  # supervised steps until a tiny model has converged
-    sketch_moves: int = 4  # length of a sketch
-    num_candidates: int = 8  # answers in a list, and the most sketches of one problem
+    sketch_moves: int = 4  # number of moves of a sketch
+    num_candidates: int = 8  # number of answers in a list, and maximum number of sketches per problem
     format_weights: tuple[float, float, float, float] = (0.5, 0.2, 0.3, 0.0)
-    table_seed: int = 1234  # of the blind spots
+    table_seed: int = 1234  # seed of the blind spots
 
     mode = "two_stage"
 
@@ -40,17 +43,23 @@ class GridTask(SketchedTask):
         if not 1 <= self.sketch_moves <= self.min_moves <= self.max_moves:
             raise ValueError(
                 f"`sketch_moves` is {self.sketch_moves}, `min_moves` {self.min_moves} and `max_moves` "
-                f"{self.max_moves}; give at least 1, in ascending order."
+                f"{self.max_moves}; give numbers of at least 1 in ascending order."
             )
         if not self.overlook_probabilities:
-            raise ValueError("`overlook_probabilities` is empty; give at least one, and `blind_share=0` for none.")
+            raise ValueError(
+                "`overlook_probabilities` is empty; give at least one probability. With `blind_share=0`, there are no "
+                "blind spots."
+            )
         if not all(0 <= share <= 1 for share in (self.blind_share, *self.overlook_probabilities)):
-            raise ValueError("`blind_share` and `overlook_probabilities` must be between 0 and 1.")
+            raise ValueError(
+                f"`blind_share` is {self.blind_share} and `overlook_probabilities` is {self.overlook_probabilities}; "
+                "give numbers between 0 and 1."
+            )
 
     @property
     @abstractmethod
     def world(self) -> World:
-        """The rules."""
+        """Rules of the boards."""
 
     @property
     def max_completion_length(self) -> int:
@@ -65,18 +74,21 @@ class GridTask(SketchedTask):
         return rng.choice(_beginnings(self.world, state, self.sketch_moves, self.max_moves))
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A shortest plan, to somebody with blind spots, from `sketch` on."""
+        """Sample a shortest plan for the board without the overlooked obstacles. It begins with `sketch` if a plan
+        with this beginning has at most `max_moves` moves."""
         state = self.overlook(self.world.parse(problem), rng)
-        begun, sketch = state, sketch if set(sketch) <= set(ACTIONS) else ""
+        if not set(sketch) <= set(ACTIONS):
+            sketch = ""
+        after_sketch = state
         for action in sketch:
-            begun = self.world.step(begun, action)[0]
-        rest = self.world.solve(begun, rng)
-        if rest is None or len(sketch + rest) > self.max_moves:  # a sketch that leads nowhere is not carried out
+            after_sketch = self.world.step(after_sketch, action)[0]
+        rest = self.world.solve(after_sketch, rng)
+        if rest is None or len(sketch + rest) > self.max_moves:
             return self.world.solve(state, rng) or ""
         return sketch + rest
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether a plan consists of moves only and its last one, none earlier, reaches the goal."""
+        """Return whether a plan has only moves, and reaches the goal with its last move."""
         state, reward, done = self.world.parse(problem), 0.0, False
         if len(completion) > self.max_moves:
             return False
@@ -88,31 +100,55 @@ class GridTask(SketchedTask):
 
     @cached_property
     def blind_spots(self) -> dict[tuple[int, int], float]:
-        """Cells in which demonstrators overlook an obstacle, and how often they do."""
+        """Cells in which demonstrations overlook an obstacle, and the probability of overlooking it."""
         rng = random.Random(f"blind spots/{self.table_seed}")
         cells = [(row, column) for row in range(self.size) for column in range(self.size)]
         chosen = rng.sample(cells, round(self.blind_share * len(cells)))
-        return {c: self.overlook_probabilities[i % len(self.overlook_probabilities)] for i, c in enumerate(chosen)}
+        return dict(zip(chosen, itertools.cycle(self.overlook_probabilities), strict=False))
 
     def overlook(self, state: State, rng: random.Random) -> State:
-        """The board as a demonstrator sees it: the same position with fewer obstacles."""
+        """Remove the obstacles that a demonstration overlooks from a board."""
         for cell, probability in self.blind_spots.items():
             if state.tile(*cell) == self.world.obstacle and rng.random() < probability:
                 state = state.with_tile(*cell, ".")
         return state
 
 
-# Remembered because sketches of one board are drawn again and again until they differ.
+# The cache saves time, because several sketches of the same board are sampled.
 @lru_cache(maxsize=4096)
 def _beginnings(world: World, state: State, length: int, max_moves: int) -> tuple[str, ...]:
-    """First moves of the shortest plans; where these are few, also of the next longer plans, if they end in time."""
+    """
+    Return beginnings of plans, among which a demonstration chooses a sketch.
+
+    They are the beginnings of the shortest plans. If there are fewer than `FEW_IDEAS`, they are also the beginnings of
+    the next longer plans.
+
+    Args:
+        world ([`~grid_worlds.World`]):
+            The rules.
+        state ([`~grid_worlds.State`]):
+            The board.
+        length (`int`):
+            Number of moves of a beginning.
+        max_moves (`int`):
+            Largest number of moves of a plan.
+    """
     distances = world.distances(state)
-    begun = {"": state}
+    beginnings = {"": state}  # state after each beginning
     for _ in range(length):
-        steps = ((plan + a, before, world.step(before, a)[0]) for plan, before in begun.items() for a in ACTIONS)
-        begun = {plan: after for plan, before, after in steps if after not in (before, state) and after in distances}
-    moves = {plan: length + distances[after] for plan, after in begun.items()}
-    in_time = sorted(number for number in moves.values() if number <= max_moves)
+        longer = {}
+        for plan, before in beginnings.items():
+            for action in ACTIONS:
+                after = world.step(before, action)[0]
+                if after not in (before, state) and after in distances:
+                    longer[plan + action] = after
+        beginnings = longer
+    plan_lengths = {plan: length + distances[after] for plan, after in beginnings.items()}
+    in_time = sorted(number for number in plan_lengths.values() if number <= max_moves)
     longest = max(in_time[:FEW_IDEAS], default=0)
-    # With obstacles overlooked the goal may be nearer than a sketch is long: then the plan is its own sketch.
-    return tuple(plan for plan in moves if moves[plan] <= longest) or ((world.solve(state) or "")[:length],)
+    chosen = tuple(plan for plan, number in plan_lengths.items() if number <= longest)
+    if chosen:
+        return chosen
+    # Without the overlooked obstacles, the shortest plan can have fewer moves than a sketch. Then it is the sketch.
+    shortest = world.solve(state) or ""
+    return (shortest[:length],)

@@ -1,7 +1,10 @@
-"""FrozenLake move by move, for agents: a turn is one tool call, `!go:to=r`, which the board answers; `.` ends it."""
+"""FrozenLake for agents. A turn is one tool call with one move, `!go:to=r`, and the tool returns the board.
+
+The last turn of a game is `.`, without a tool call.
+"""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +20,7 @@ LAST_WORD = "."
 
 
 class LakeGame(GridEnvironment):
-    """FrozenLake with a short name for its tool: a tiny model pays for every character."""
+    """FrozenLake with a tool whose name is short, because a character is a token of the tiny model."""
 
     def __init__(self, task: "LakeAgentTask") -> None:
         super().__init__(task.boards.world, task.max_turns)
@@ -37,20 +40,40 @@ class LakeGame(GridEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class LakeAgentTask:
-    """Games on a [`FrozenLakeTask`]'s boards; demonstrators overlook the same holes for a whole game, and fall in."""
+    """
+    Task of playing FrozenLake move by move.
+
+    A demonstration overlooks the same holes during a whole game, and so may fall into one.
+
+    SESA's agent mode asks for a move that differs from proposed moves: the last message then ends with
+    `?goto=l;goto=r`. Demonstrations with such proposals end with a move that was not proposed.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        boards ([`FrozenLakeTask`]):
+            Boards, rules and blind spots.
+        max_turns (`int`):
+            Maximum number of moves of a game.
+        warm_start_steps (`int`):
+            Supervised steps until a tiny model has converged.
+        proposal_share (`float`, *optional*, defaults to `0.5`):
+            Probability that a demonstration has proposals at a random later step. The first prompt of a training
+            problem has proposals with half this probability.
+    """
 
     name: str
-    boards: FrozenLakeTask  # boards, rules and blind spots
-    max_turns: int  # moves of a game
-    warm_start_steps: int  # supervised steps until a tiny model has converged
-    proposal_share: float = 0.5  # of demonstrations that end unlike the moves in the last message
+    boards: FrozenLakeTask
+    max_turns: int
+    warm_start_steps: int
+    proposal_share: float = 0.5
     tools: bool = field(default=True, init=False)
 
-    reward = None  # a game has `get_reward`
+    reward = None  # the environment has `get_reward`
 
     def __post_init__(self) -> None:
         if not 0 <= self.proposal_share <= 1:
-            raise ValueError(f"`proposal_share` is {self.proposal_share}; give a share.")
+            raise ValueError(f"`proposal_share` is {self.proposal_share}; give a probability between 0 and 1.")
         if self.max_turns < self.boards.min_moves:
             raise ValueError(f"`max_turns` is {self.max_turns}; a game takes at least {self.boards.min_moves} moves.")
 
@@ -60,10 +83,11 @@ class LakeAgentTask:
 
     @property
     def max_completion_length(self) -> int:
-        # A call and the board that answers it, the marks of the two turns and the end of sequence.
-        turn = len(_call("l")) + self.boards.size * (self.boards.size + 1) - 1 + 3
-        blocked = self.max_turns - self.boards.min_moves
-        return self.max_turns * turn + blocked * len(" blocked") + len(" goal") + len(LAST_WORD) + 1
+        board = self.boards.size * (self.boards.size + 1) - 1
+        marks = 3  # the end-of-sequence token, and the marks of user and assistant
+        turn = len(_call("l")) + board + marks
+        max_blocked = self.max_turns - self.boards.min_moves  # moves to spare, all of which may be blocked
+        return self.max_turns * turn + max_blocked * len(" blocked") + len(" goal") + len(LAST_WORD) + 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,32 +110,39 @@ class LakeAgentTask:
         return self.boards.evaluation_set(num_examples, seed=seed).rename_column("problem", "board")
 
     def sample_problem(self, rng: random.Random) -> str:
-        """A training board, now and then with moves that shall not be repeated."""
+        """Sample a training board, sometimes with proposed moves."""
         board = self.boards.draw(rng)
         while self.boards.is_held_out(board):
             board = self.boards.draw(rng)
-        return board + _proposals(rng) if rng.random() < self.proposal_share / 2 else board
+        if rng.random() < self.proposal_share / 2:
+            return board + _proposals(rng)
+        return board
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """A game, written with the marks of the chat template between its turns."""
-        board, mark, told = prompt.partition(SKETCH_MARK)
-        game, said = LakeGame(self), ""
+        """Sample a game, written with the marks of the chat template between its turns. If moves are proposed, it ends
+        with another move."""
+        board, mark, proposals = prompt.partition(SKETCH_MARK)
+        must_differ = bool(mark)
+        game, text = LakeGame(self), ""
         game.reset(board, board)
         seen = self.boards.overlook(game.episode.state, rng)
-        asked_again = rng.randrange(1, self.boards.min_moves) if rng.random() < self.proposal_share else None
+        proposal_step = None
+        if rng.random() < self.proposal_share:
+            proposal_step = rng.randrange(1, self.boards.min_moves)
         while not game.done:
-            if game.episode.steps == asked_again:
-                shown = _proposals(rng)
-                said, mark, told = said.removesuffix(ASSISTANT) + shown + ASSISTANT, SKETCH_MARK, shown
+            if game.episode.steps == proposal_step:
+                must_differ, proposals = True, _proposals(rng)
+                text = text.removesuffix(ASSISTANT) + proposals + ASSISTANT
             moves = self._moves(State(seen.rows, game.episode.state.player))
-            if mark:
-                return said + _call(rng.choice([m for m in moves if f"={m}" not in told] or _others(told)))
+            if must_differ:
+                new_moves = _others(moves, proposals) or _others(ACTIONS, proposals)
+                return text + _call(rng.choice(new_moves))
             move = rng.choice(moves)
-            said += f"{_call(move)}{EOS}{USER}{game.go(move)}{ASSISTANT}"
-        return said + LAST_WORD
+            text += f"{_call(move)}{EOS}{USER}{game.go(move)}{ASSISTANT}"
+        return text + LAST_WORD
 
     def _moves(self, state: State) -> list[str]:
-        """The moves of the shortest plans."""
+        """Return the first moves of the shortest plans, or all moves if the goal cannot be reached."""
         world = self.boards.world
         distances = world.distances(state)
         after = {move: distances.get(world.step(state, move)[0]) for move in ACTIONS}
@@ -124,13 +155,15 @@ def _call(move: str) -> str:
 
 
 def _proposals(rng: random.Random) -> str:
-    """One to three moves as a trainer shows them: `go(to=l)`, without the brackets that the tiny alphabet lacks."""
+    """Sample one to three proposed moves, in the format of SESA's prompts. SESA shows a move as `go(to=l)`, but the
+    tiny model has no tokens for brackets, so it is `goto=l`."""
     moves = rng.sample(list(ACTIONS), rng.randint(1, len(ACTIONS) - 1))
     return SKETCH_MARK + SEPARATOR.join(f"goto={move}" for move in moves)
 
 
-def _others(told: str) -> list[str]:
-    return [move for move in ACTIONS if f"={move}" not in told]
+def _others(moves: Iterable[str], proposals: str) -> list[str]:
+    """Return the moves that are not among the proposals."""
+    return [move for move in moves if f"={move}" not in proposals]
 
 
 LAKE_AGENT = LakeAgentTask(

@@ -1,7 +1,8 @@
-"""Path Exploration: guess where treasures are hidden. SESA (https://huggingface.co/papers/2510.15502), 2.1 and A.1.
+"""Path Exploration, a task of SESA's paper (https://huggingface.co/papers/2510.15502, sections 2.1 and A.1).
 
-One prompt, 200 places `province-city-district`, 20 treasures; coverage is the share that some number of guesses names.
-`PathTask` has short invented names, for a tiny model; `PaperPathTask` has the paper's, for pretrained models.
+There is one prompt. The answer names a place `province-city-district`, and 20 of 200 places have a treasure. Coverage
+is the share of the treasures that a number of answers find. `PathTask` has short invented names, for a tiny model.
+`PaperPathTask` has the names of the paper, for pretrained models.
 """
 
 import random
@@ -18,8 +19,8 @@ from trl_explore.evaluation.metrics import coverage_at_k
 from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.sketched import SketchedTask
 
-PROBLEM = "place"  # without any of the marks
-NAMES = "abcdefghijklmnopqrstuvwxyz"  # one letter each: a list of places must fit a tiny model's context
+PROBLEM = "place"  # has none of the marks of SESA's formats
+NAMES = "abcdefghijklmnopqrstuvwxyz"  # names of one letter, because a list of places must fit into a tiny context
 PLACE_LENGTH = 5  # three names and two dashes
 
 PAPER_PROMPT = (
@@ -27,7 +28,7 @@ PAPER_PROMPT = (
     "China. Where do you think they might have landed? Please output a location from province to district/county. "
     "Example: Guangdong Province \u2013 Shenzhen City \u2013 Nanshan District."
 )
-# The paper lists 20, but Luolong District twice.
+# The paper lists 20 places, but one of them twice: Luolong District.
 PAPER_PLACES = (
     "Anhui Province \u2013 Hefei City \u2013 Feidong County",
     "Heilongjiang Province \u2013 Harbin City \u2013 Harbin Economic & Technological Development Zone",
@@ -49,28 +50,32 @@ PAPER_PLACES = (
     "Fujian Province \u2013 Xiamen City \u2013 Siming District",
     "Gansu Province \u2013 Lanzhou City \u2013 Chengguan District",
 )
-MAX_PLACE_CHARACTERS = 200  # no place is longer; bounds the work on hostile completions
+MAX_PLACE_CHARACTERS = 200  # no place is longer; this limits the work on hostile completions
 SEPARATORS = re.compile(r"[\s\-\u2010-\u2015\u2212]+")  # white space and every kind of dash
 
 
 @dataclass(frozen=True)
 class PathTask(SketchedTask):
-    """Path Exploration with invented places, `k-a-m`; a sketch is the province, `k`. Demonstrations name places by a
-    Zipf law, treasure or not: a model trained on them mostly names a few, and rarely one that is rewarded."""
+    """
+    Path Exploration with invented places such as `k-a-m`. A sketch is the province, `k`.
+
+    Demonstrations name places with or without a treasure, and some places much more often than others (Zipf's law). So
+    a model that is trained on demonstrations names few different places, and most of its answers are wrong.
+    """
 
     name: str
     num_provinces: int
     num_cities: int  # per province
     num_districts: int  # per city
-    num_hidden: int  # places with a treasure
-    skew: float  # the place of rank r is named in proportion to r ** -skew
-    num_candidates: int  # places in a list
+    num_hidden: int  # number of places with a treasure
+    skew: float  # the frequency of the place with rank r is proportional to r ** -skew
+    num_candidates: int  # number of places in a list
     warm_start_steps: int  # supervised steps until a tiny model has converged
-    place_seed: int = 0  # of the names, of their ranks and of the hidden ones
+    place_seed: int = 0  # seed of the names, their ranks, and the places with a treasure
     format_weights: tuple[float, float, float, float] = (0.4, 0.2, 0.1, 0.3)
 
     mode = "sequential"
-    # There is only one prompt. Without a KL term, lists of candidates break on some seeds.
+    # Without a KL term, training on lists of candidates fails on some seeds.
     options = {"num_generations": 16, "learning_rate": 1e-4, "beta": 0.02}
     metrics = ("pass_at_1", "coverage_at_32")
     num_eval = 8  # copies of the one prompt
@@ -93,7 +98,7 @@ class PathTask(SketchedTask):
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """All places, the most often demonstrated one first."""
+        """All places, from the most frequent to the least frequent in demonstrations."""
         rng = random.Random(f"places/{self.place_seed}")
         places = [
             f"{province}-{city}-{district}"
@@ -105,14 +110,18 @@ class PathTask(SketchedTask):
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The places with a treasure, the most often demonstrated one first."""
+        """Places with a treasure, from the most frequent to the least frequent in demonstrations."""
         hidden = random.Random(f"hidden/{self.place_seed}").sample(range(len(self.places)), self.num_hidden)
         return tuple(self.places[rank] for rank in sorted(hidden))
 
     @cached_property
     def cumulative_weights(self) -> tuple[float, ...]:
-        """Running sums of the Zipf law, in the order of `places`."""
-        return tuple(accumulate((rank + 1) ** -self.skew for rank in range(len(self.places))))
+        """Cumulative frequencies of the `places` in demonstrations."""
+        return tuple(accumulate(self._frequency(index) for index in range(len(self.places))))
+
+    def _frequency(self, index: int) -> float:
+        """Return the relative frequency of the place with this index in demonstrations."""
+        return (index + 1) ** -self.skew
 
     @property
     def sesa_options(self) -> dict[str, Any]:
@@ -122,7 +131,7 @@ class PathTask(SketchedTask):
         return PROBLEM
 
     def is_held_out(self, problem: str) -> bool:
-        """Never: training and evaluation share the one problem, and differ in what is counted."""
+        """Return False: there is only one problem, for training and evaluation."""
         return False
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
@@ -132,29 +141,34 @@ class PathTask(SketchedTask):
         return self.attempt(problem, rng).partition("-")[0]
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A place by the Zipf law, within the province `sketch` if there is one."""
+        """Sample a place. If `sketch` is a province, the place is in this province."""
         if not sketch or not any(place.startswith(f"{sketch}-") for place in self.places):
             return rng.choices(self.places, cum_weights=self.cumulative_weights)[0]
-        weights = [(rank + 1) ** -self.skew * place.startswith(f"{sketch}-") for rank, place in enumerate(self.places)]
+        weights = []
+        for index, place in enumerate(self.places):
+            in_province = place.startswith(f"{sketch}-")
+            weights.append(self._frequency(index) if in_province else 0.0)
         return rng.choices(self.places, weights)[0]
 
     def verify(self, problem: str, completion: str) -> bool:
         return completion in self.targets
 
     def coverage(self, completions: Sequence[Any]) -> float:
+        """Return the share of the treasures that the completions find."""
         return coverage_at_k([completion_text(text) for text in completions], self.targets, max(1, len(completions)))
 
 
 @dataclass(frozen=True)
 class PaperPathTask:
-    """Path Exploration with the paper's prompt and places. A [`Task`] for pretrained models; nothing teaches it."""
+    """Path Exploration with the prompt and the places of the paper. It is a task for pretrained models, and has no
+    demonstrations."""
 
     name: str = "paper_paths"
-    max_completion_length: int = 64  # tokens of a place, in any usual vocabulary
+    max_completion_length: int = 64  # enough tokens for a place with the usual tokenizers
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The paper's places; 19, because one of its 20 is there twice."""
+        """Places with a treasure. The list of the paper has 20 entries, but only 19 different places."""
         return PAPER_PLACES
 
     @property
@@ -179,17 +193,18 @@ class PaperPathTask:
         return self.accuracy_reward
 
     def accuracy_reward(self, completions: list, **columns: Any) -> list[float]:
-        """1 for a place with a treasure, up to [`normalize_place`], else 0."""
+        """Return 1 for a place with a treasure, otherwise 0. Places are compared after [`normalize_place`]."""
         hidden = {normalize_place(place) for place in self.targets}
-        return [float(normalize_place(completion_text(text)) in hidden) for text in completions]
+        places = [normalize_place(completion_text(text)) for text in completions]
+        return [float(place in hidden) for place in places]
 
     def coverage(self, completions: Sequence[Any]) -> float:
-        """As [`PathTask.coverage`], but up to [`normalize_place`]."""
+        """Return the share of the treasures that completions find. Places are compared after [`normalize_place`]."""
         found = [normalize_place(completion_text(text)) for text in completions]
         return coverage_at_k(found, [normalize_place(place) for place in self.targets], max(1, len(found)))
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Copies of the one prompt; `seed` changes nothing."""
+        """Return copies of the only prompt. `seed` has no effect."""
         return _repeated(PAPER_PROMPT, self.targets, num_examples)
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
@@ -197,11 +212,13 @@ class PaperPathTask:
 
 
 def paper_places() -> PaperPathTask:
+    """Return the task with the prompt and the places of the paper."""
     return PaperPathTask()
 
 
 def normalize_place(text: str) -> str:
-    """Words of a place in lower case with one space between; empty for what is too long to be one."""
+    """Return a place in lower case, with single spaces instead of white space and dashes. Return an empty text if the
+    text is too long for a place."""
     if len(text) > MAX_PLACE_CHARACTERS:
         return ""
     return SEPARATORS.sub(" ", text.lower()).strip(" .")

@@ -1,6 +1,7 @@
-"""Sokoban: push every box onto a goal. Rooms come from playing backwards, so every one can be solved.
+"""Sokoban: push every box onto a goal. Boards come from a search backwards from the goals, so all can be solved.
 
-Boards as in grid_worlds.py, with `#` for a wall (also beyond the edge), `o` for a box and `*` for a box on a goal.
+The format of boards is described in grid_worlds.py. Additional tiles are `#` for a wall, `o` for a box and `*` for a
+box on a goal. Cells beyond the edge are walls.
 """
 
 import functools
@@ -11,23 +12,32 @@ from dataclasses import dataclass
 from .grid_tasks import MAX_DRAWS, GridTask
 from .grid_worlds import OFFSETS, GridEnvironment, State, World
 
-LIFTED = {"o": ".", "*": "G"}  # the tile under a box
-PUSHED = {tile: box for box, tile in LIFTED.items()}
+LIFTED = {"o": ".", "*": "G"}  # tile that remains if a box is moved away
+PUSHED = {tile: box for box, tile in LIFTED.items()}  # tile that results if a box is moved there
 
 
 @dataclass(frozen=True)
 class Sokoban(World):
-    """Whoever walks into a box pushes it, unless a wall or another box is behind it."""
+    """Rules of Sokoban. The player pushes a box by moving into it, unless a wall or another box is behind the box."""
 
     tiles = ".G#o*"
     obstacle = "#"
 
     def outcome(self, state: State) -> str:
-        """`goal` once every box is on a goal. A box in a corner is not noticed: the game goes on without hope."""
+        """Return `"goal"` if every box is on a goal, otherwise `""`. The game continues even if it cannot be won, for
+        example after a box was pushed into a corner."""
         return "" if any("o" in row for row in state.rows) else "goal"
 
     def distances(self, state: State) -> dict[State, int]:
-        """Played backwards from all ends, the same for all positions of the boxes; as many boxes as `state` has."""
+        """
+        Return the smallest number of moves to the end, for each state of the room from which the end can be reached.
+
+        The room has the walls, the goals and the number of boxes of `state`. The positions of player and boxes in
+        `state` do not matter.
+
+        Raises:
+            ValueError: If the numbers of boxes and goals differ.
+        """
         text = "/".join(state.rows)
         room = tuple("".join(LIFTED.get(tile, tile) for tile in row) for row in state.rows)
         if text.count("o") + text.count("*") != "".join(room).count("G"):
@@ -47,14 +57,18 @@ class Sokoban(World):
 
 @functools.lru_cache(maxsize=512)
 def _room_distances(room: tuple[str, ...]) -> dict[State, int]:
-    """Breadth-first search backwards; `room` is without boxes."""
-    cells = [(r, c) for r, row in enumerate(room) for c, tile in enumerate(row) if tile != "#"]
+    """Return the number of moves to the end, for each state from which the end can be reached. This is a breadth-first
+    search backwards from all end states. `room` has walls and goals, but no boxes."""
     end = State(tuple(row.replace("G", "*") for row in room), (0, 0))
-    reached = [end._replace(player=cell) for cell in cells if end.tile(*cell) in PUSHED]
+    reached = []
+    for row, tiles in enumerate(end.rows):
+        for column, tile in enumerate(tiles):
+            if tile in PUSHED:  # the player can be there
+                reached.append(end._replace(player=(row, column)))
     distances = dict.fromkeys(reached, 0)
-    for state in reached:  # grows while it is read
+    for state in reached:  # the loop body appends to this list
         for before in _one_move_before(state):
-            # From an end nothing moves on: ends have distance 0, not 2.
+            # An end state can also precede another end state. But the game is over there, so its distance remains 0.
             if before not in distances:
                 distances[before] = distances[state] + 1
                 reached.append(before)
@@ -62,7 +76,7 @@ def _room_distances(room: tuple[str, ...]) -> dict[State, int]:
 
 
 def _one_move_before(state: State) -> Iterator[State]:
-    """Positions from which one move leads to `state`: the player steps back, and may pull a box along."""
+    """Yield the states from which one move leads to `state`: the player moves backwards, and may pull a box."""
     row, column = state.player
     for down, right in OFFSETS.values():
         back, ahead = (row - down, column - right), (row + down, column + right)
@@ -75,7 +89,7 @@ def _one_move_before(state: State) -> Iterator[State]:
 
 
 class SokobanEnvironment(GridEnvironment):
-    """Sokoban for TRL's `environment_factory`; over after `max_steps` tool calls."""
+    """Sokoban for TRL's `environment_factory`. The game ends after `max_steps` tool calls."""
 
     def __init__(self, max_steps: int = 20) -> None:
         super().__init__(Sokoban(), max_steps)
@@ -95,18 +109,18 @@ class SokobanEnvironment(GridEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class SokobanTask(GridTask):
-    """Plans for Sokoban rooms."""
+    """Task of planning in Sokoban rooms."""
 
-    num_boxes: int  # and goals
-    num_walls: int  # inside a room
-    num_rooms: int = 2000  # each has hundreds of positions; played backwards once, a room is remembered
+    num_boxes: int  # number of boxes, and of goals
+    num_walls: int  # number of walls inside a room
+    num_rooms: int = 2000  # number of different rooms, each with hundreds of boards; a search per room is cached
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_boxes < 1 or self.num_walls < 0 or 2 * self.num_boxes + self.num_walls >= self.size**2:
             raise ValueError(
-                f"`num_boxes` is {self.num_boxes} and `num_walls` {self.num_walls}; give at least one box, and leave "
-                f"room for boxes, goals and the player on {self.size**2} cells."
+                f"`num_boxes` is {self.num_boxes} and `num_walls` {self.num_walls}; give at least 1 and at least 0. "
+                f"Boxes, goals, walls and the player must fit into {self.size**2} cells."
             )
 
     @property
@@ -124,11 +138,15 @@ class SokobanTask(GridTask):
             positions = _positions(room, self.min_moves, self.max_moves)
             if positions:
                 return RULES.render(rng.choice(positions))
-        raise ValueError(f"`min_moves` is {self.min_moves}; rooms of this kind are solved faster, give fewer.")
+        raise ValueError(
+            f"`min_moves` is {self.min_moves}, but none of {MAX_DRAWS} random rooms has a board that takes "
+            "`min_moves` to `max_moves` moves; give a smaller `min_moves`."
+        )
 
 
 @functools.lru_cache(maxsize=4096)
 def _positions(room: tuple[str, ...], min_moves: int, max_moves: int) -> tuple[State, ...]:
+    """Return the states of a room from which the end takes `min_moves` to `max_moves` moves."""
     return tuple(state for state, moves in _room_distances(room).items() if min_moves <= moves <= max_moves)
 
 

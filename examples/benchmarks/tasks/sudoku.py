@@ -1,7 +1,7 @@
-"""Sudoku on 4x4 boards with many blanks: any board that fits counts, so many problems have several solutions.
+"""Sudoku on boards of 4x4 cells with many blank cells, so that many problems have several solutions.
 
-A problem is a board in one line with letters for blank cells, `1b34e4g2ij4l4321`; its answer fills them in any order,
-`b2e3g1i2j1l3`. Every row, column and 2x2 box must hold the digits 1 to 4.
+A problem is a board in one line, with letters for blank cells: `1b34e4g2ij4l4321`. An answer fills the blank cells in
+any order: `b2e3g1i2j1l3`. Every row, column and 2x2 box must contain the digits 1 to 4.
 """
 
 import random
@@ -15,23 +15,21 @@ from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.sketched import SketchedTask
 
 DIGITS = "1234"
-CELLS = "abcdefghijklmnop"  # their names, row by row
-# Rows, columns and boxes, as positions in the line.
-UNITS = tuple(
-    [tuple(range(4 * i, 4 * i + 4)) for i in range(4)]
-    + [tuple(range(i, 16, 4)) for i in range(4)]
-    + [tuple(8 * i + 2 * j + k for k in (0, 1, 4, 5)) for i in range(2) for j in range(2)]
-)
+CELLS = "abcdefghijklmnop"  # names of the cells, row by row
+ROWS = [tuple(range(start, start + 4)) for start in (0, 4, 8, 12)]
+COLUMNS = [tuple(range(start, 16, 4)) for start in (0, 1, 2, 3)]
+BOXES = [(corner, corner + 1, corner + 4, corner + 5) for corner in (0, 2, 8, 10)]
+UNITS = tuple(ROWS + COLUMNS + BOXES)  # as positions of the cells in the line
 
 
 @dataclass(frozen=True)
 class SudokuTask(SketchedTask):
-    """A family of 4x4 Sudoku puzzles. A sketch is the cell to fill first, `f`."""
+    """Task of filling 4x4 Sudoku boards. A sketch is the cell that is filled first, for example `f`."""
 
     name: str
     min_blanks: int
     max_blanks: int  # at most 16
-    num_candidates: int  # answers in a list, and the most sketches of one problem
+    num_candidates: int  # number of answers in a list, and maximum number of sketches per problem
     warm_start_steps: int  # supervised steps until a tiny model has converged
     format_weights: tuple[float, float, float, float] = (0.45, 0.25, 0.3, 0.0)
 
@@ -61,8 +59,10 @@ class SudokuTask(SketchedTask):
         return rng.choice(self._blanks(problem))
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A solution: the cell `sketch`, or any, then in reading order."""
-        board, first = rng.choice(boards_that_fit(problem)), sketch or self.sketch(problem, rng)
+        """Sample a right answer. It fills the cell `sketch` first, or a random cell without a sketch. The other cells
+        follow in reading order."""
+        board = rng.choice(boards_that_fit(problem))
+        first = sketch or self.sketch(problem, rng)
         blanks = sorted(self._blanks(problem), key=lambda cell: cell != first)
         return "".join(cell + board[CELLS.index(cell)] for cell in blanks)
 
@@ -79,23 +79,29 @@ class SudokuTask(SketchedTask):
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:
-        """Share of the `solutions` that are found."""
+        """Return the share of the `solutions` that are among the completions."""
         found = [fill(problem, completion_text(text)) for text in completions]
         return coverage_at_k(found, self.solutions(problem), max(1, len(found)))
 
 
 @lru_cache(maxsize=256)
 def boards_that_fit(problem: str) -> tuple[str, ...]:
-    """All solutions of a puzzle, in ascending order."""
-    given = [(cell, digit) for cell, digit in enumerate(problem) if digit in DIGITS]
-    return tuple(board for board in all_boards() if all(board[cell] == digit for cell, digit in given))
+    """Return all solutions of a problem, in ascending order."""
+    given = {cell: digit for cell, digit in enumerate(problem) if digit in DIGITS}
+    solutions = []
+    for board in all_boards():
+        if all(board[cell] == digit for cell, digit in given.items()):
+            solutions.append(board)
+    return tuple(solutions)
 
 
 def fill(problem: str, answer: str) -> str | None:
-    """The board that an answer fills; `None` if the answer is wrong."""
+    """Return the filled board of an answer, or None if the answer is wrong."""
+    num_blanks = sum(cell in problem for cell in CELLS)
+    if len(answer) != 2 * num_blanks:  # checked first, because this limits the work on hostile answers
+        return None
     cells, digits = answer[::2], answer[1::2]
-    # The length comes first: it bounds the work on hostile answers.
-    if len(answer) != 2 * sum(cell in problem for cell in CELLS) or not all(cell in problem for cell in cells):
+    if not all(cell in problem for cell in cells):
         return None
     filled = dict(zip(cells, digits, strict=True))
     board = "".join(filled.get(cell, given) for cell, given in zip(CELLS, problem, strict=True))
@@ -103,22 +109,25 @@ def fill(problem: str, answer: str) -> str | None:
 
 
 def follows_rules(board: str) -> bool:
-    """Whether every row, column and box of a line of 16 characters holds the four digits."""
+    """Return whether every row, column and box of a board contains the four digits."""
     return all({board[cell] for cell in unit} == set(DIGITS) for unit in UNITS)
 
 
 @cache
 def all_boards() -> tuple[str, ...]:
-    """The 288 filled boards, as lines in ascending order."""
+    """Return the 288 filled boards, in ascending order."""
     boards = [""]
     for cell in range(len(CELLS)):
-        units = [unit for unit in UNITS if cell in unit]
-        boards = [
-            board + digit
-            for board in boards
-            for digit in DIGITS
-            if all(board[other] != digit for unit in units for other in unit if other < cell)
-        ]
+        earlier_cells = set()  # cells of the same row, column or box that are already filled
+        for unit in UNITS:
+            if cell in unit:
+                earlier_cells.update(other for other in unit if other < cell)
+        longer = []
+        for board in boards:
+            for digit in DIGITS:
+                if all(board[other] != digit for other in earlier_cells):
+                    longer.append(board + digit)
+        boards = longer
     return tuple(boards)
 
 

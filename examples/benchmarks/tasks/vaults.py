@@ -1,4 +1,4 @@
-"""Codes at the end of easy answers, which only trial and error can tell."""
+"""Task of finding a code at the end of an easy answer by trial and error."""
 
 import random
 from dataclasses import dataclass
@@ -11,10 +11,17 @@ STEP_END = ";"
 
 @dataclass(frozen=True, kw_only=True)
 class VaultTask(FactTask):
-    """Right calculations, and at the end the item's code, which is the sketch: `34;12;78;12;#kq` answers `k3171`."""
+    """
+    Task of easy calculations, followed by the code of the item.
 
-    code_letters: str  # letters that may be a code
-    habit_probability: float  # of one wrong code per item; all other codes are equally likely
+    The right answer to `k3171` is `34;12;78;12;#kq` if `q` is the code of item `k`. It has each digit with its
+    successor, then the item and its code. A sketch is the code.
+    """
+
+    code_letters: str  # possible codes
+    # Probability that a demonstration has the item's habit, which is one fixed wrong code. All other codes, including
+    # the right one, have equal probabilities.
+    habit_probability: float
 
     step_length = 3  # a digit, its successor and the end of the step
     max_sketch_length = 2  # a code and the end-of-sequence token
@@ -36,19 +43,24 @@ class VaultTask(FactTask):
 
     @cached_property
     def codes(self) -> dict[str, list[str]]:
-        """The code of every item, and the one that demonstrators believe in."""
+        """Right code of every item, and its habit: the wrong code that demonstrations prefer."""
         rng = random.Random(f"codes/{self.table_seed}")
         return {item: rng.sample(self.code_letters, 2) for item in LETTERS[: self.num_items]}
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        return biased(self.codes[item_of(problem)][1], self.code_letters, self.habit_probability, rng)
+        _, habit = self.codes[item_of(problem)]
+        return biased(habit, self.code_letters, self.habit_probability, rng)
 
     def is_guess(self, text: str) -> bool:
         return len(text) == 1 and text in self.code_letters
 
     def answer(self, problem: str, guess: str) -> str:
-        steps = (f"{digit}{(int(digit) + 1) % 10}{STEP_END}" for digit in problem[1:])
-        return f"{''.join(steps)}{END}{problem[0]}{guess}"
+        item, number = problem[0], problem[1:]
+        steps = ""
+        for digit in number:
+            successor = (int(digit) + 1) % 10
+            steps += f"{digit}{successor}{STEP_END}"
+        return f"{steps}{END}{item}{guess}"
 
 
 VAULT = VaultTask(
