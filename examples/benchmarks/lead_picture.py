@@ -15,6 +15,7 @@ WORDS = {
     "deep_ends": "deep_ends:\neight choices in a row,\na wrong one ends the answer",
     "dead_ends": "dead_ends:\nfive choices in a row,\na wrong one ends the answer",
     "late_code": "late_code:\nan easy answer with one\nrare choice near its end",
+    "solution_families": "solution_families:\na number in one of the\ntwo dialects of a prompt",
     "coverage": "coverage:\none prompt, find all of its\ntwenty right answers",
     "many_solutions": "many_solutions:\nCountdown: many solutions,\ngroups have contrast",
 }
@@ -26,7 +27,7 @@ def draw() -> None:
     for name, words in WORDS.items():
         regime = Regime.load(folder() / f"{name}.yaml")
         rows[words] = leads_with_auto(regime)
-    draw_leads(rows, LABELS, PICTURE, size=(6.2, 5.2))
+    draw_leads(rows, LABELS, PICTURE, size=(6.2, 6.0))
 
 
 if __name__ == "__main__":
