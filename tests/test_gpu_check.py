@@ -31,6 +31,7 @@ def test_all_methods_run_in_parts_and_end_in_one_table(tmp_path, monkeypatch, ca
     assert (
         found["branpo"]["failed_calls"] == found["grpo_agent"]["failed_calls"] == 0
     )  # the tool was there, and called
+    assert found["grpo"]["failed_calls"] is None  # it has no tool
     assert found["deep_grpo"]["tokens"] > found["grpo"]["tokens"]  # it samples branches, too
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0] for row in rows[2:]] == [f"| {name}" for name in gpu_check.BASELINES]

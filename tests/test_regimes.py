@@ -400,6 +400,8 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
     elif not one_seed:
         with pytest.raises(SystemExit, match="no results yet"):
             report.report([changed], Path("results"))
+        # Two seeds of 4 arms in the stage `verdict`, and of 2 arms in the stage `admission`.
+        assert "12 runs do not match the regime's file" in capsys.readouterr().out
 
 
 def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
@@ -463,7 +465,10 @@ def test_what_is_missing_is_said_with_the_time_it_takes(regimes, results, plan):
     results.write_results(regime.path, rows[:-2], METRICS)
     assert "31 runs missing (admission rates 1, admission 4" in regimes.outlook([regime], 2)
     results.write_results(regime.path, rows, METRICS)
-    assert regimes.outlook([regime], 2).endswith("about 3.8 hours, estimated from 4 finished runs")
+    # 26 runs in pairs, and the 4 runs of the stage `seconds` one at a time: 17 times 600 seconds and the overhead.
+    assert "seconds 4)" in regimes.outlook([regime], 2)
+    assert regimes.outlook([regime], 2).endswith("about 4.2 hours, estimated from 4 finished runs")
+    assert regimes.outlook([regime], None).endswith("about 7.5 hours, estimated from 4 finished runs")
 
 
 @pytest.mark.slow

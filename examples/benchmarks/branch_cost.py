@@ -137,7 +137,8 @@ def main():
     )
     for metric in METRICS:
         values = [log[metric] for log in logs["BranPO"] if metric in log]
-        print(f"{metric:30s}{statistics.fmean(values):8.3f}")
+        mean = f"{statistics.fmean(values):.3f}" if values else "-"  # without a contrastive branch, there is no depth
+        print(f"{metric:30s}{mean:>8s}")
 
 
 if __name__ == "__main__":

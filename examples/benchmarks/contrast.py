@@ -9,7 +9,8 @@ and the explorers, which sample unsolved prompts in another way.
 `AutoExploreTrainer` trains with the tuned fields of GRPO, and gives each unsolved prompt to a random explorer. So all
 explorers are measured with the same policy. The table has the mean of the metric
 `explore/contrast_per_token/<source>` in each third of training: groups with contrast per 1,000 generated tokens. The
-group of a fresh prompt counts with the share of its completions that failed.
+group of a fresh prompt counts with the share of its completions that failed. A dash marks a third in which a source
+was not measured.
 """
 
 import argparse
@@ -40,9 +41,9 @@ def comparison_of(regime: Regime, seeds: list[int]) -> dict[str, Any]:
     return {**document, "arms": [{"name": "random explorer", "method": "auto", "options": options}]}
 
 
-def rates(runs: Path) -> dict[str, list[float]]:
+def rates(runs: Path) -> dict[str, list[float | None]]:
     """Return the groups with contrast per 1,000 tokens, by source: the mean in each third of training, over all
-    seeds. A third in which a source was not measured is left out."""
+    seeds. It is None for a third in which a source was not measured."""
     found: dict[str, list[list[float]]] = {}
     for run in sorted(runs.glob("*-seed*")):
         state = max(run.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
@@ -53,9 +54,9 @@ def rates(runs: Path) -> dict[str, list[float]]:
                 if name.startswith(METRIC):
                     thirds = found.setdefault(name.removeprefix(METRIC), [[], [], []])
                     thirds[third].append(1000 * value)
-    means = {}
+    means: dict[str, list[float | None]] = {}
     for source, thirds in found.items():
-        means[source] = [statistics.mean(values) for values in thirds if values]
+        means[source] = [statistics.mean(values) if values else None for values in thirds]
     return means
 
 
@@ -85,7 +86,7 @@ def main() -> None:
         command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
         subprocess.run([*command, "--output_dir", str(target / "runs")], check=True, stdout=subprocess.DEVNULL)
         for source, thirds in rates(target / "runs").items():
-            cells = [f"{rate:.2f}" for rate in thirds]
+            cells = ["-" if rate is None else f"{rate:.2f}" for rate in thirds]
             print(f"| {name} | {source} | {' | '.join(cells)} |")
 
 

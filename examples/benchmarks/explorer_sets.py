@@ -88,6 +88,7 @@ def main() -> None:
             results = RESULTS / f"{name}.csv"
             train_missing(results, document_of(regime), STAGE, args.output_dir / name, processes=args.processes)
     text = report()
+    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -167,13 +167,16 @@ def check(name, args):
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     losses = [entry["loss"] for entry in costs.history]
+    failed_calls = None  # without tools, there are no calls
+    if agent:
+        failed_calls = max(entry.get("tools/failure_frequency", 1.0) for entry in costs.history)
     return {
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "seconds": statistics.median(clock.seconds[1:]),  # the first step also warms up
         "memory": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "tokens": costs.cost.tokens,
         "finite": all(abs(loss) < float("inf") for loss in losses),
-        "failed_calls": max(entry.get("tools/failure_frequency", 1.0) for entry in costs.history),
+        "failed_calls": failed_calls,
         "compilations": max(entry.get("packing/compilations", 0.0) for entry in costs.history),
     }
 

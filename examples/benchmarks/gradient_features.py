@@ -17,12 +17,16 @@ log-probabilities, and the features come from the same forward pass.
 import argparse
 import json
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
 
 import torch
+
+# Parts of the messages of PyTorch (CUDA, CPU), cuBLAS and Python if memory runs out, in lower case.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed", "memoryerror")
 
 
 def naive_features(hidden, ids, mask, head):
@@ -59,12 +63,24 @@ def one_case(args):
     with torch.no_grad():
         compute(hidden[:, :8], ids[:, :8], mask[:, :8], head)  # warms up
         before = peak_bytes(args.device)
+        if args.device == "cuda":
+            torch.cuda.synchronize()  # otherwise, the warm-up would count
         start = time.perf_counter()
         features = compute(hidden, ids, mask, head)[0]
         if args.device == "cuda":
             torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "bytes": peak_bytes(args.device) - before, "norm": features.norm().item()}))
+
+
+def failure(done):
+    """Return the reason why a process failed: no memory, or the last line of its stderr."""
+    if any(words in done.stderr.lower() for words in OUT_OF_MEMORY):
+        return "out of memory"
+    if done.returncode == -signal.SIGKILL:  # Linux kills a process without a message if memory runs out
+        return "killed, probably because memory ran out"
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
 
 
 def compare(args):
@@ -78,11 +94,13 @@ def compare(args):
                 command += ["--tokens", str(tokens), "--device", args.device, "--rows", str(args.rows)]
                 command += ["--width", str(args.width), "--dtype", args.dtype, "--threads", str(args.threads)]
                 done = subprocess.run(command, capture_output=True, text=True)
-                found[way] = json.loads(done.stdout) if done.returncode == 0 else None
+                if done.returncode and way == "tiles":
+                    raise SystemExit(f"{vocabulary:10,d} {tokens:6,d}   tiles: {failure(done)}\n{done.stderr}")
+                found[way] = failure(done) if done.returncode else json.loads(done.stdout)
             tiles, naive = found["tiles"], found["naive"]
             line = f"{vocabulary:10,d} {tokens:6,d}   {tiles['seconds']:9.2f} {tiles['bytes'] / 1e6:7.0f}"
-            if naive is None:
-                print(f"{line}   out of memory")
+            if isinstance(naive, str):  # the reason why it failed
+                print(f"{line}   {naive}")
                 continue
             ratios = f"{tiles['seconds'] / naive['seconds']:.2f}, {tiles['bytes'] / naive['bytes']:.3f}"
             print(f"{line}   {naive['seconds']:9.2f} {naive['bytes'] / 1e6:7.0f}   {ratios}", flush=True)

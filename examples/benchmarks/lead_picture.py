@@ -1,4 +1,4 @@
-"""Draw the picture of `README.md`: the leads of `auto` and of the best rival over tuned GRPO on five problems.
+"""Draw the picture of `README.md`: the leads of `auto` and of the best rival over tuned GRPO on six problems.
 
     python examples/benchmarks/lead_picture.py
 

@@ -132,7 +132,7 @@ def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
         regimes (`Sequence[Regime]`):
             The regimes.
         processes (`int`, *optional*):
-            Number of runs to train at a time.
+            Number of runs to train at a time, except in the stage *seconds*.
 
     Returns:
         `str`: One line per regime.
@@ -149,7 +149,9 @@ def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
             seconds += [run.points[-1]["seconds"] for run in to_runs(rows, stage)]
         time = "the time is unknown until a first run has finished"
         if seconds:
-            hours = sum(missing.values()) * OVERHEAD * statistics.mean(seconds) / (processes or 1) / 3600
+            alone = missing.get("seconds", 0)  # the runs of this stage are trained one at a time
+            rounds = alone + (sum(missing.values()) - alone) / (processes or 1)
+            hours = rounds * OVERHEAD * statistics.mean(seconds) / 3600
             time = f"about {hours:.1f} hours, estimated from {len(seconds)} finished runs"
         stages = ", ".join(f"{stage} {count}" for stage, count in missing.items())
         lines.append(f"{regime.name}: {sum(missing.values())} runs missing ({stages}); {time}")

@@ -274,7 +274,7 @@ def _current_results(regime: Regime) -> Results:
         if asked_for(regime, row):
             rows.append(row)
         else:
-            left_out.add((row["arm"], row["seed"]))
+            left_out.add((row["stage"], row["arm"], row["seed"]))
     results = Results(regime, timed_alike(rows))
     if results.rows is rows and regime.seeds_of("seconds"):  # `timed_alike` replaced nothing
         print(
@@ -282,6 +282,6 @@ def _current_results(regime: Regime) -> Results:
             f"from the machine; `regimes.py train {regime.name}` times all arms"
         )
     if left_out:
-        names = ", ".join(sorted({arm for arm, _ in left_out}))
+        names = ", ".join(sorted({arm for _, arm, _ in left_out}))
         print(f"{regime.path.name}: {len(left_out)} runs do not match the regime's file and are left out: {names}")
     return results

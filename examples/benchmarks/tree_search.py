@@ -43,6 +43,16 @@ def make_arms(node_length):
     ]
 
 
+def tree_medians(steps):
+    """Return the median of each `tree/` metric over the steps that have it."""
+    found = {}
+    for step in steps:
+        for metric, value in step.items():
+            if metric.startswith("tree/"):
+                found.setdefault(metric, []).append(value)
+    return {metric: statistics.median(values) for metric, values in found.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="chain", help="short name of a task")
@@ -94,10 +104,7 @@ def main():
         steps = [step for run in arm_runs for step in run["steps"]]
         seconds = sum(run["steps"][-1]["seconds"] for run in arm_runs) / len(steps)
         line = f"  {arm.name:22s} {seconds:.3f} s"
-        medians = {}
-        for metric in steps[0]:
-            if metric.startswith("tree/"):
-                medians[metric] = statistics.median(step[metric] for step in steps)
+        medians = tree_medians(steps)
         if medians:
             for part in PARTS:
                 line += f", {part} {100 * medians[f'tree/{part}_seconds'] / seconds:.1f} %"
