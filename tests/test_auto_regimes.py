@@ -21,6 +21,12 @@ def test_the_tables_are_those_of_the_results(auto_regimes):
     assert (BENCHMARKS / "auto_results" / "results.md").read_text() == auto_regimes.report()
 
 
+def test_the_table_of_explorer_sets_is_that_of_the_results(auto_regimes):
+    sets = importlib.import_module("explorer_sets")
+    assert (sets.RESULTS / "results.md").read_text() == sets.report()
+    assert len(list(sets.RESULTS.glob("*.csv"))) == 9
+
+
 def test_the_picture_has_every_problem_with_results(auto_regimes):
     picture = importlib.import_module("lead_picture")
     assert set(picture.WORDS) == {path.stem for path in auto_regimes.RESULTS.glob("*.csv")}
