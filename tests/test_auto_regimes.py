@@ -2,8 +2,8 @@
 
 import csv
 import importlib
+import shutil
 import statistics
-import subprocess
 
 import pytest
 from commands import EXAMPLES
@@ -52,10 +52,10 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
     ends = {("GRPO", 1): (10, 0.2), ("GRPO", 2): (10, 0.4), ("auto", 1): (20, 0.8), ("auto", 2): (20, 1.0)}
     with open(tmp_path / "dead_ends.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["arm", "seed", "step", "tokens", "cpu_seconds", "greedy_accuracy", "version"])
+        writer.writerow(["stage", "arm", "seed", "step", "tokens", "cpu_seconds", "greedy_accuracy"])
         for (arm, seed), (tokens, value) in ends.items():
-            writer.writerow([arm, seed, 0, 0, 0, 0.0, "v"])
-            writer.writerow([arm, seed, 1, tokens, 1, value, "v"])
+            writer.writerow([auto_regimes.STAGE, arm, seed, 0, 0, 0, 0.0])
+            writer.writerow([auto_regimes.STAGE, arm, seed, 1, tokens, 1, value])
     regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
     mean, half = auto_regimes.gaps(auto_regimes.read(regime), "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
     # Curves are lines from 0. At 10 tokens, those of `auto` are at half of their end.
@@ -65,33 +65,32 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
     assert auto_regimes.verdict(1.0, 2.0) == auto_regimes.verdict(1.0, None) == "level"
 
 
-def test_seeds_are_added_and_known_seeds_are_not_trained_again(auto_regimes, tmp_path, monkeypatch):
-    monkeypatch.setattr(auto_regimes, "RESULTS", tmp_path / "results")
-    asked = []
+def test_all_committed_results_have_the_settings_of_today(auto_regimes, monkeypatch):
+    """So `auto_regimes.py` would not train them again, and mixes no settings."""
+    sets = importlib.import_module("explorer_sets")
+    small = importlib.import_module("small_fields")
+    stages = []
+    for path in auto_regimes.RESULTS.glob("*.csv"):
+        (regime,) = auto_regimes.load_regimes([path.stem])
+        stages.append(auto_regimes.stage_of(regime, list(auto_regimes.SEEDS), path.parent))
+    for path in sets.RESULTS.glob("*.csv"):
+        (regime,) = auto_regimes.load_regimes([path.stem])
+        stages.append(sets.Stage(sets.STAGE, sets.document_of(regime), path, path.parent))
+    for path in small.RESULTS.glob("*.csv"):
+        (regime,) = auto_regimes.load_regimes([path.stem])
+        stages.append(small.stage_of(regime, path.parent, "verdict", small.chosen(regime), list(small.SEEDS)))
+    assert len(stages) >= 18
+    for stage in stages:
+        rows = auto_regimes.read_results(stage.results)
+        assert not stage.missing(rows) and stage.valid(rows) == rows, (stage.results, stage.name)
 
-    def compare(command):  # the parts of `trl-explore compare` that the script sees: finishes one more seed per call
-        document = auto_regimes.yaml.safe_load((tmp_path / "out/dead_ends/comparison.yaml").read_text())
-        asked.append(document["seeds"])
-        folder = tmp_path / "out/dead_ends/runs"
-        folder.mkdir(exist_ok=True)
-        with open(folder / "curves.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["arm", "seed", "step", "tokens", "seconds", "cpu_seconds", *columns])
-            for seed in document["seeds"][: len(asked)]:
-                for arm in document["arms"]:
-                    writer.writerow([arm["name"], seed, 1, 10, 1, 1, *(0.5 for _ in columns)])
-        return subprocess.CompletedProcess(command, returncode=int(len(asked) < len(document["seeds"])))
 
-    monkeypatch.setattr(auto_regimes.subprocess, "run", compare)
-    monkeypatch.setattr(auto_regimes, "version", lambda: "v")
-    regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
-    columns = regime.comparison["metrics"]
-    with pytest.raises(SystemExit):  # interrupted after one seed
-        auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
-    assert all(set(seeds) == {70} for seeds in auto_regimes.read(regime).values())
-    auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
-    assert asked == [[70, 71], [70, 71]]  # `compare` refuses a folder that has other seeds
-    auto_regimes.train(regime, [70, 71], tmp_path / "out", 1)
-    assert len(asked) == 2
-    runs = auto_regimes.read(regime)
-    assert all(set(seeds) == {70, 71} and len(seeds[70]) == 1 for seeds in runs.values()) and len(runs) >= 7
+def test_more_seeds_keep_the_seeds_that_are_there(auto_regimes, tmp_path, monkeypatch):
+    committed = auto_regimes.RESULTS / "dead_ends.csv"
+    monkeypatch.setattr(auto_regimes, "RESULTS", tmp_path)
+    shutil.copy(committed, tmp_path)
+    (regime,) = auto_regimes.load_regimes(["dead_ends"])
+    stage = auto_regimes.stage_of(regime, [79, 80], tmp_path)
+    rows = auto_regimes.read_results(stage.results)
+    assert {seed for _, seed in stage.missing(rows)} == {80} and stage.valid(rows) == rows
+    assert stage.trained["seeds"] == [79, 80] and stage.document["seeds"] == [*range(70, 81)]

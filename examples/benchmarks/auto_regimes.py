@@ -12,26 +12,23 @@ Each regime has these arms:
 - The better of MaxRL and the pass@k advantage, and `auto` with the same fields.
 - Controls: a random explorer for every unsolved prompt, and each explorer alone for every unsolved prompt.
 
-The evaluations go to `auto_results/<regime>.csv`. Seeds in this file are not trained again. An interrupted run
-continues from its last checkpoint. After training, or with `--report` alone, the script prints the tables, and writes
-them to `auto_results/results.md`: differences to GRPO along the curve in percentage points, paired by seed, with 95 %
-t-intervals. Then run `evidence_table.py`, which reads the same files.
+The evaluations go to `auto_results/<regime>.csv`. Runs in this file are not trained again, unless their settings have
+changed. An interrupted run continues from its last checkpoint. After training, or with `--report` alone, the script
+prints the tables, and writes them to `auto_results/results.md`: differences to GRPO along the curve in percentage
+points, paired by seed, with 95 % t-intervals. Then run `evidence_table.py`, which reads the same files.
 """
 
 import argparse
-import csv
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
-from regimes_plan import Arm, Regime, folder
-from regimes_results import read_results, to_runs, version
+from regimes_plan import Arm, Regime, folder, load_regimes
+from regimes_results import Row, by_arm_and_seed, read_results, to_runs
+from stages import Stage
 
 from trl_explore.compare.costs import interval, mean_along
+from trl_explore.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "auto_results"
@@ -39,8 +36,8 @@ SEEDS = range(70, 80)  # no earlier run of this project used them
 AGENTS = ("tail_errors", "late_falls")
 EXPLORERS = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}
 ADVANTAGES = ("MaxRL", "pass@k")
-Runs = dict[str, dict[int, list[dict[str, Any]]]]  # evaluations by arm and seed
-COLUMNS = ("arm", "seed", "step", "tokens", "cpu_seconds")
+STAGE = "new seeds"  # name of the runs in the results files
+Runs = dict[str, dict[int, list[Row]]]  # evaluations by arm and seed
 COSTS = {"tokens": "tokens", "cpu_seconds": "CPU seconds"}
 
 
@@ -83,44 +80,13 @@ def arms_of(regime: Regime) -> list[Arm]:
     return arms
 
 
-def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) -> None:
-    """Train all arms of a regime on the seeds that its file in `RESULTS` lacks, and add their evaluations to the file.
-    Seeds that were finished before an interruption are added, too."""
-    known = read(regime)["auto"] if results_file(regime).is_file() else {}
-    if set(seeds) <= known.keys():
-        return
-    target = output_dir / regime.name
-    target.mkdir(parents=True, exist_ok=True)
-    file = target / "comparison.yaml"
-    begun = yaml.safe_load(file.read_text())["seeds"] if file.is_file() else []
-    # `compare` refuses a folder that has other seeds. It does not train finished ones again.
-    asked = sorted({*begun, *(seed for seed in seeds if seed not in known)})
-    document = {**regime.comparison, "seeds": asked, "arms": arms_of(regime)}
+def stage_of(regime: Regime, seeds: list[int], output_dir: Path) -> Stage:
+    """Return the runs of all arms of a regime on these seeds. Other seeds in its results are kept."""
+    document = {**regime.comparison, "arms": arms_of(regime)}
     document.pop("samples_at_ends", None)
-    file.write_text(yaml.safe_dump(document, sort_keys=False))
-    command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
-    command += ["--output_dir", str(target / "runs"), "--processes", str(processes)]
-    code = subprocess.run(command).returncode
-    curves = target / "runs" / "curves.csv"
-    if curves.is_file():  # `compare` writes it whenever all runs of a seed are finished
-        add(regime, curves)
-    if code:
-        sys.exit(code)
-
-
-def add(regime: Regime, curves: Path) -> None:
-    """Add the evaluations of new seeds in a file of `compare` to the results of a regime."""
-    known = read(regime)["auto"] if results_file(regime).is_file() else {}
-    with open(curves, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["seed"]) not in known]
-    RESULTS.mkdir(exist_ok=True)
-    columns = [*COLUMNS, *regime.comparison["metrics"], "version"]
-    with open(results_file(regime), "a", newline="", encoding="utf-8") as results:
-        writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
-        if not known:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({**row, "version": version()})
+    known = {row["seed"] for row in read_results(results_file(regime))}
+    document["seeds"] = sorted(known.union(seeds))
+    return Stage(STAGE, document, results_file(regime), output_dir / regime.name, seeds=seeds)
 
 
 def results_file(regime: Regime) -> Path:
@@ -130,23 +96,19 @@ def results_file(regime: Regime) -> Path:
 
 def read(regime: Regime) -> Runs:
     """Return the evaluations of a regime, by arm and seed."""
-    runs: Runs = {}
-    with open(results_file(regime), newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            point = {name: float(value) for name, value in row.items() if name not in ("arm", "version") and value}
-            runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
-    return runs
+    return by_arm_and_seed(read_results(results_file(regime)), STAGE)
 
 
 def gaps(runs: Runs, arm: str, base: str, *, cost: str, metric: str) -> tuple[float, float | None]:
     """Return the difference between two arms, in percentage points, and the half width of its 95 % t-interval. It is
-    the mean over the learning curve and over the seeds."""
+    the mean over the learning curve and over the seeds that both arms have."""
     reading = reading_of(runs, cost)
     found = []
     for seed, points in runs[arm].items():
-        own = mean_along(points, cost, reading, metric)
-        other = mean_along(runs[base][seed], cost, reading, metric)
-        found.append(100 * (own - other))
+        if seed in runs[base]:
+            own = mean_along(points, cost, reading, metric)
+            other = mean_along(runs[base][seed], cost, reading, metric)
+            found.append(100 * (own - other))
     return interval(found)
 
 
@@ -212,19 +174,19 @@ def report() -> str:
 def main() -> None:
     """Train the named regimes unless `--report` is set, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = sorted(path.stem for path in folder().glob("*.yaml"))
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--output_dir", type=Path, default=Path("out/auto"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="print the tables")
     args = parser.parse_args()
-    for name in args.regimes:
-        if name not in known:
-            parser.error(f"{name!r} is no regime: choose of {', '.join(known)}")
+    try:
+        regimes = load_regimes(args.regimes)
+    except UsageError as error:
+        parser.error(str(error))
     if not args.report:
-        for name in args.regimes or known:
-            train(Regime.load(folder() / f"{name}.yaml"), args.seeds, args.output_dir, args.processes)
+        for regime in regimes:
+            stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
     text = report()
     (RESULTS / "results.md").write_text(text)
     print(text)

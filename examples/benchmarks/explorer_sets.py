@@ -13,12 +13,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from auto_regimes import AGENTS, COSTS, EXPLORERS, best, shown
-from regimes_plan import Regime, folder
-from regimes_results import read_results, to_runs
-from stages import train_missing
+from auto_regimes import AGENTS, COSTS, EXPLORERS, best, gaps, shown
+from regimes_plan import Regime, folder, load_regimes
+from regimes_results import by_arm_and_seed, read_results
+from stages import Stage
 
-from trl_explore.compare.costs import interval, mean_along
+from trl_explore.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parent / "explorer_sets_results"
 SEEDS = list(range(330, 336))  # no earlier run of this project used them
@@ -38,18 +38,6 @@ def document_of(regime: Regime) -> dict[str, Any]:
     return document
 
 
-def differences(regime: Regime, arm: str, base: str, cost: str) -> list[float]:
-    """Return the differences between two arms along the curve, in percentage points, one per seed."""
-    runs = to_runs(read_results(RESULTS / f"{regime.name}.csv"), STAGE)
-    reading = min(run.points[-1][cost] for run in runs)
-    heights: dict[str, dict[int, float]] = {}
-    for run in runs:
-        height = mean_along(run.points, cost, reading, f"eval/{regime.metric}")
-        heights.setdefault(run.arm, {})[run.seed] = height
-    seeds = heights.get(arm, {}).keys() & heights.get(base, {}).keys()
-    return [100 * (heights[arm][seed] - heights[base][seed]) for seed in sorted(seeds)]
-
-
 def report() -> str:
     """Return the table of all regimes that have results."""
     lines = []
@@ -59,12 +47,11 @@ def report() -> str:
             "| --- | ---: | ---: | ---: | ---: |",
         ]
         for path in sorted(RESULTS.glob("*.csv")):
-            regime = Regime.load(folder() / f"{path.stem}.yaml")
-            cells = [regime.name]
+            regime = Regime.load(folder() / path.with_suffix(".yaml").name)
+            runs = by_arm_and_seed(read_results(path), STAGE)
+            cells = [regime.name, str(len(runs[GRPO]))]
             for arm, base in ((TWO, GRPO), (THREE, GRPO), (THREE, TWO)):
-                found = differences(regime, arm, base, cost)
-                cells.append(shown(*interval(found)) if found else "")
-            cells.insert(1, str(len(differences(regime, THREE, TWO, cost))))
+                cells.append(shown(*gaps(runs, arm, base, cost=cost, metric=regime.metric)))
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -73,22 +60,21 @@ def report() -> str:
 def main() -> None:
     """Train the named regimes unless `--report` is set, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = sorted(path.stem for path in folder().glob("*.yaml"))
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"of {', '.join(known)}")
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
     parser.add_argument("--output_dir", type=Path, default=Path("out/explorer_sets"))
     parser.add_argument("--processes", type=int)
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
-    for name in args.regimes:
-        if name not in known:
-            parser.error(f"{name!r} is no regime: choose from {', '.join(known)}")
+    try:
+        regimes = load_regimes(args.regimes)
+    except UsageError as error:
+        parser.error(str(error))
     if not args.report:
-        for name in args.regimes or known:
-            regime = Regime.load(folder() / f"{name}.yaml")
-            results = RESULTS / f"{name}.csv"
-            train_missing(results, document_of(regime), STAGE, args.output_dir / name, processes=args.processes)
+        for regime in regimes:
+            results = RESULTS / f"{regime.name}.csv"
+            stage = Stage(STAGE, document_of(regime), results, args.output_dir / regime.name)
+            stage.train(processes=args.processes)
     text = report()
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,8 +1,9 @@
 """Does exploration help a pretrained model? SmolLM2-135M on five tasks, from the learning rate to the tables.
 
     python examples/benchmarks/pretrained.py train countdown --processes 2 --minutes 120
+    python examples/benchmarks/pretrained.py collect            # after `train` was killed: keep its finished runs
     python examples/benchmarks/pretrained.py status             # the missing runs, and how long they will take
-    python examples/benchmarks/pretrained.py report             # tables and pictures of the results
+    python examples/benchmarks/pretrained.py report             # tables and a picture of the results
 
 `pretrained.yaml` has the tasks and the arms. Each task has these stages:
 
@@ -20,36 +21,36 @@ differed before training.
 """
 
 import argparse
-import csv
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from regimes_results import Row, read_results, to_runs
-from stages import collect, folder_of_stage, runs_of_stage, train_missing, with_arms
+from auto_regimes import Runs, gaps, reading_of, shown
+from regimes_results import Row, by_arm_and_seed, read_results
+from stages import Stage
 
-from trl_explore.compare.costs import interval, mean_along, mean_curve, other_starts, value_at
-from trl_explore.compare.folder import RESULT
-from trl_explore.compare.run import Run
-from trl_explore.compare.settings import arm_folder
+from trl_explore.compare.costs import mean_along, mean_curve, other_starts, value_at
+from trl_explore.errors import UsageError
+from trl_explore.names import unknown_name
 
 HERE = Path(__file__).resolve().parent
 SETTINGS, RESULTS = HERE / "pretrained.yaml", HERE / "pretrained_results"
 BASE = "GRPO"
 SHUFFLED = "examples.benchmarks.pretrained:shuffled_rewards"
-SHORT_RUN, OVERHEAD = 600.0, 1.4  # seconds of a run if none is finished; loading and evaluation next to training
+OVERHEAD = 1.3  # duration of a run, with loading and evaluation, divided by its seconds of training
+FIRST_GUESS = 1250.0  # CPU seconds of training of a run, if no run is finished: 30 steps of 40 seconds
 COSTS = {"tokens": "generated tokens", "cpu_seconds": "CPU seconds"}
-STEP_METRICS = ("step", "tokens", "reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
 Arm = dict[str, Any]
 
 
 def shuffled_rewards(rewards: torch.Tensor) -> torch.Tensor:
-    """Advantages of GRPO from rewards that are shuffled within the batch, `(P, G)`. They contain no information."""
+    """Return GRPO's advantages of rewards that were shuffled within the batch, `(P, G)`."""
+    # All processes need the same order, but their random states differ. All of them have the same rewards.
     order = torch.randperm(rewards.numel(), generator=torch.Generator().manual_seed(int(rewards.sum() * 1000)))
     mixed = rewards.flatten()[order.to(rewards.device)].view_as(rewards)
     centred = mixed - mixed.mean(dim=1, keepdim=True)
@@ -111,10 +112,23 @@ class Task:
             arms.insert(2, auto)
         return {**self.comparison, **self.stages[stage], "arms": arms}
 
+    def stage(self, name: str, rows: list[Row], folder: Path = Path(), arms: Sequence[str] | None = None) -> Stage:
+        """Return a stage. `folder` is for checkpoints of the task. Only the arms in `arms` are trained."""
+        steps = self.path.with_name(f"{self.name}_steps.csv")
+        return Stage(name, self.document(name, rows), self.path, folder, steps, arms)
+
+    def runs(self, stage: str, rows: list[Row]) -> Runs:
+        """Return the evaluations of a stage with the settings of today, by arm and seed."""
+        return by_arm_and_seed(self.stage(stage, rows).valid(rows), stage)
+
     def missing(self, stage: str, rows: list[Row]) -> int:
-        """Return the number of missing runs of a stage, with the arms that are known so far."""
-        _, known, wanted = runs_of_stage(self.document(stage, rows), stage, rows)
-        return len(wanted - known.keys())
+        """Return the number of missing runs of a stage."""
+        count = len(self.stage(stage, rows).missing(rows))
+        if stage == "verdict" and self.missing("fields", rows):
+            # These arms are not in the comparison yet: the arms with a choice, and `auto` with an advantage.
+            num_unknown = sum("choice" in arm for arm in self.arms) + 1
+            count += num_unknown * len(self.stages[stage]["seeds"])
+        return count
 
     def at_rate(self, rate: float) -> Arm:
         """Return GRPO at a learning rate."""
@@ -154,14 +168,13 @@ class Task:
     def best(self, entries: list[Arm], stage: str, rows: list[Row]) -> Arm:
         """Return the arm of a finished stage whose learning curves are highest: by the mean of `judged_by` along the
         curve, up to the tokens that all runs of the stage reached."""
-        runs = to_runs(rows, stage)
-        reading = min(run.points[-1]["tokens"] for run in runs)
+        runs = by_arm_and_seed(rows, stage)
+        reading = reading_of(runs, "tokens")
 
         def height(entry: Arm) -> float:
-            own = [run.points for run in runs if run.arm == entry["name"]]
             values = []
-            for points in own:
-                values += [mean_along(points, "tokens", reading, f"eval/{metric}") for metric in self.judged_by]
+            for points in runs[entry["name"]].values():
+                values += [mean_along(points, "tokens", reading, metric) for metric in self.judged_by]
             return statistics.mean(values)
 
         return max(entries, key=height)
@@ -185,89 +198,24 @@ def read_tasks(path: Path = SETTINGS) -> dict[str, Task]:
     return tasks
 
 
-# ----------------------------------------------------------------------------------------------------------- training
-
-
-def train(task: Task, args: argparse.Namespace) -> None:
-    """Train the missing runs of a task, stage by stage."""
-    folder = args.output_dir / task.name
-    for stage in args.stages or task.stages:
-        document = task.document(stage, read_results(task.path))
-        try:
-            train_missing(task.path, document, stage, folder, arms=args.arms, processes=args.processes)
-        finally:
-            add_steps(task, document, stage, folder, args.arms)
-
-
-def add_steps(
-    task: Task, document: dict[str, Any], stage: str, folder: Path, arms: Sequence[str] | None = None
-) -> None:
-    """Add the logs of finished runs to the file with the steps of a task, one row per training step."""
-    rows = read_steps(task)
-    known = {(row["stage"], row["arm"], int(row["seed"])) for row in rows}
-    trained = with_arms(document, arms)
-    place = folder_of_stage(trained, stage, folder)
-    for arm in trained["arms"]:
-        for seed in trained["seeds"]:
-            path = place / f"{arm_folder(arm['name'])}-seed{seed}" / RESULT
-            if (stage, arm["name"], seed) in known or not path.is_file():
-                continue
-            for logs in Run.load(path).steps:
-                row = {"stage": stage, "arm": arm["name"], "seed": seed}
-                row |= {name: f"{value:.6g}" for name, value in logs.items() if is_kept(name)}
-                rows.append(row)
-    if rows:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        with open(task.path.with_name(f"{task.name}_steps.csv"), "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-
-
-def is_kept(name: str) -> bool:
-    """Return whether the file with the steps has this metric."""
-    return name in STEP_METRICS or name.startswith("explore/share/")
-
-
-def read_steps(task: Task) -> list[dict[str, str]]:
-    """Return the rows of the file with the steps of a task. Empty if there is no file."""
-    path = task.path.with_name(f"{task.name}_steps.csv")
-    if not path.is_file():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def status(tasks: Sequence[Task]) -> str:
     """Return the missing runs of each task, and the time that they take."""
     lines = []
     for task in tasks:
-        rows, counts = read_results(task.path), {}
-        for stage in task.stages:
-            counts[stage] = task.missing(stage, rows)
-            if stage == "verdict" and counts["fields"]:  # the other arms are known when their fields are chosen
-                counts[stage] += expected(task, stage) - len(task.document(stage, rows)["arms"]) * num_seeds(task)
+        rows = read_results(task.path)
+        counts = {stage: task.missing(stage, rows) for stage in task.stages}
+        if not any(counts.values()):
+            lines.append(f"{task.name}: complete")
+            continue
         seconds = []
         for stage in task.stages:
-            seconds += [run.points[-1]["cpu_seconds"] for run in to_runs(rows, stage)]
-        each = OVERHEAD * statistics.mean(seconds) if seconds else SHORT_RUN
+            for of_seeds in task.runs(stage, rows).values():
+                seconds += [points[-1]["cpu_seconds"] for points in of_seeds.values()]
+        each = statistics.mean(seconds) if seconds else FIRST_GUESS
         missing = ", ".join(f"{stage} {count}" for stage, count in counts.items() if count)
-        hours = each * sum(counts.values()) / 3600
-        lines.append(f"{task.name}: {f'missing: {missing}; about {hours:.1f} core hours' if missing else 'complete'}")
+        hours = OVERHEAD * each * sum(counts.values()) / 3600
+        lines.append(f"{task.name}: missing: {missing}; about {hours:.1f} core hours")
     return "\n".join(lines)
-
-
-def num_seeds(task: Task) -> int:
-    """Return the number of seeds of the verdict."""
-    return len(task.stages["verdict"]["seeds"])
-
-
-def expected(task: Task, stage: str) -> int:
-    """Return the number of runs of a stage whose arms are not known yet."""
-    num_arms = len(task.arms) + 1  # `auto` has one arm more
-    if stage == "fields":
-        num_arms = sum(len(values) for arm in task.arms for values in arm.get("choice", {}).values())
-    return (1 if stage == "shuffled" else num_arms) * len(task.stages[stage]["seeds"])
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -289,67 +237,52 @@ def stage_table(task: Task, rows: list[Row]) -> list[str]:
     lines = ["| development | tokens | " + " | ".join(metrics) + " | entropy | groups without contrast |"]
     lines.append("| --- |" + " ---: |" * (len(metrics) + 3))
     for stage in ("rates", "fields", "shuffled"):
-        for run in to_runs(rows, stage):
-            last = run.points[-1]
-            cells = [run.arm, f"{last['tokens']:,.0f}", *(f"{100 * last[f'eval/{metric}']:.1f}" for metric in metrics)]
-            cells += [f"{last['train/entropy']:.2f}", f"{last['train/frac_reward_zero_std']:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
+        for arm, of_seeds in task.runs(stage, rows).items():
+            for points in of_seeds.values():
+                end = points[-1]
+                cells = [arm, f"{end['tokens']:,.0f}", *(f"{100 * end[metric]:.1f}" for metric in metrics)]
+                cells += [f"{end['entropy']:.2f}", f"{end['frac_reward_zero_std']:.2f}"]
+                lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def verdict_tables(task: Task, rows: list[Row]) -> list[str]:
-    """Return the tables of the verdict: by arm, each metric at the end, and the difference to GRPO along the curve."""
-    runs = to_runs(rows, "verdict")
-    by_arm: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        by_arm.setdefault(run.arm, {})[run.seed] = run
-    if BASE not in by_arm:
+    """Return a table of the verdict for each kind of cost. By arm, it has each metric before training and at a cost
+    that all runs reached, and the difference to GRPO along the curve."""
+    runs = task.runs("verdict", rows)
+    if BASE not in runs:
         return []
     metrics = task.comparison["metrics"]
     lines = []
     for cost, label in COSTS.items():
-        reading = min(run.points[-1][cost] for run in runs)
+        reading = reading_of(runs, cost)
         header = [f"equal {label} ({reading:,.0f})", "seeds"]
         for metric in metrics:
             header += [f"{metric}, start", "end", "along the curve"]
         lines += ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-        for arm, of_seeds in by_arm.items():
+        for arm, of_seeds in runs.items():
             cells = [arm, str(len(of_seeds))]
             for metric in metrics:
-                name = f"eval/{metric}"
-                cells.append(percent(run.points[0][name] for run in of_seeds.values()))
-                ends = [value_at(run.points, cost, reading, name) for run in of_seeds.values()]
+                cells.append(percent(points[0][metric] for points in of_seeds.values()))
+                ends = [value_at(points, cost, reading, metric) for points in of_seeds.values()]
                 cells.append(percent(end for end in ends if end is not None))
-                cells.append("" if arm == BASE else difference(of_seeds, by_arm[BASE], cost, reading, name))
+                is_compared = arm != BASE and of_seeds.keys() & runs[BASE].keys()
+                cells.append(shown(*gaps(runs, arm, BASE, cost=cost, metric=metric)) if is_compared else "")
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
-    starts = other_starts(
-        [{"arm": run.arm, "seed": run.seed, "points": run.points} for run in runs],
-        BASE,
-        [f"eval/{metric}" for metric in metrics],
-    )
-    if starts:
-        names = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in starts.items())
+    starts = []
+    for arm, of_seeds in runs.items():
+        starts += [{"arm": arm, "seed": seed, "points": points} for seed, points in of_seeds.items()]
+    others = other_starts(starts, BASE, metrics)
+    if others:
+        names = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in others.items())
         lines += [f"Seeds whose model before training was not GRPO's: {names}.", ""]
     return lines
 
 
-def percent(values: Any) -> str:
+def percent(values: Iterable[float]) -> str:
     """Return the mean of shares, in percent."""
     return f"{100 * statistics.mean(values):.1f}"
-
-
-def difference(runs: dict[int, Run], base: dict[int, Run], cost: str, reading: float, metric: str) -> str:
-    """Return the difference to another arm along the curve, in percentage points, paired by seed, with an interval."""
-    found = []
-    for seed, run in runs.items():
-        if seed in base:
-            own = mean_along(run.points, cost, reading, metric)
-            found.append(100 * (own - mean_along(base[seed].points, cost, reading, metric)))
-    if not found:
-        return ""
-    mean, half = interval(found)
-    return f"{mean:+.1f}" if half is None else f"{mean:+.1f} ± {half:.1f}"
 
 
 def draw(tasks: Sequence[Task], path: Path) -> None:
@@ -359,22 +292,26 @@ def draw(tasks: Sequence[Task], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = {task.name: to_runs(read_results(task.path), "verdict") for task in tasks}
-    shown = {name: runs for name, runs in shown.items() if runs}
-    if not shown:
+    runs_by_task = {}
+    for task in tasks:
+        runs = task.runs("verdict", read_results(task.path))
+        if runs:
+            runs_by_task[task.name] = runs
+    if not runs_by_task:
         return
-    figure, axes = plt.subplots(2, len(shown), figsize=(1 + 3.2 * len(shown), 5), squeeze=False, sharex="col")
-    for column, (name, runs) in enumerate(shown.items()):
+    size = (1 + 3.2 * len(runs_by_task), 5)
+    figure, axes = plt.subplots(2, len(runs_by_task), figsize=size, squeeze=False, sharex="col")
+    for column, (name, runs) in enumerate(runs_by_task.items()):
         for axis, metric in zip(axes[:, column], ("pass_at_1", "pass_at_8"), strict=True):
             for arm, color in ((BASE, "0.45"), ("auto", "C0")):
-                curves = [run.points for run in runs if run.arm == arm]
+                curves = list(runs.get(arm, {}).values())
                 if not curves:
                     continue
                 for points in curves:
                     x = [point["tokens"] / 1000 for point in points]
-                    y = [100 * point[f"eval/{metric}"] for point in points]
+                    y = [100 * point[metric] for point in points]
                     axis.plot(x, y, color=color, linewidth=0.7, alpha=0.5)
-                mean = mean_curve(curves, "tokens", f"eval/{metric}")
+                mean = mean_curve(curves, "tokens", metric)
                 x, y = [point[0] / 1000 for point in mean], [100 * point[1] for point in mean]
                 axis.plot(x, y, color=color, linewidth=2.5, label=arm)
             axis.set_ylim(bottom=0)
@@ -394,42 +331,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "collect", "status", "report"))
     parser.add_argument("tasks", nargs="*", help="tasks of pretrained.yaml (default: all)")
-    parser.add_argument("--stages", nargs="+", help="only these stages")
-    parser.add_argument("--arms", nargs="+", help="only these arms")
+    parser.add_argument("--stages", nargs="+", help="only these stages (default: all, one after the other)")
+    parser.add_argument("--arms", nargs="+", help="only these arms, which every named stage must have")
     parser.add_argument("--processes", type=int, help="runs at a time, each with one thread (default: 1)")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
     parser.add_argument("--output_dir", type=Path, default=Path("out/pretrained"), help="checkpoints")
     args = parser.parse_intermixed_args()
     known = read_tasks()
-    for name in args.tasks:
-        if name not in known:
-            parser.error(f"{name!r} is no task: choose from {', '.join(known)}")
-    tasks = [known[name] for name in args.tasks or known]
-    stages = tasks[0].stages
-    for stage in args.stages or ():
-        if stage not in stages:
-            parser.error(f"--stages {stage}: choose from {', '.join(stages)}")
+    try:
+        for name in args.tasks:
+            if name not in known:
+                raise UsageError(unknown_name("task", name, known))
+        tasks = [known[name] for name in args.tasks or known]
+        for stage in args.stages or ():
+            if stage not in tasks[0].stages:
+                raise UsageError(unknown_name("stage", stage, tasks[0].stages))
+        run(tasks, args)
+    except UsageError as error:
+        parser.error(str(error))
+
+
+def run(tasks: Sequence[Task], args: argparse.Namespace) -> None:
+    """Run the command for these tasks."""
     if args.command == "status":
         print(status(tasks))
-    elif args.command == "report":
+        return
+    if args.command == "report":
+        if not RESULTS.is_dir():
+            print("no results yet: train a task first")
+            return
         text = report(tasks)
         (RESULTS / "results.md").write_text(text, encoding="utf-8")
         draw(tasks, RESULTS / "curves.png")
         print(text)
-    elif args.command == "collect":
-        for task in tasks:
-            for stage in args.stages or stages:
-                document = task.document(stage, read_results(task.path))
-                count = collect(task.path, document, stage, args.output_dir / task.name, arms=args.arms)
-                add_steps(task, document, stage, args.output_dir / task.name, args.arms)
-                print(f"{task.name}, {stage}: {count} runs missing")
-    else:
-        if args.minutes:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup ... &` ignores the signal
-            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-            signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-        for task in tasks:
-            train(task, args)
+        return
+    if args.command == "train" and args.minutes:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup ... &` ignores the signal
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
+    for task in tasks:
+        for name in args.stages or task.stages:
+            stage = task.stage(name, read_results(task.path), args.output_dir / task.name, args.arms)
+            if args.command == "train":
+                stage.train(processes=args.processes)
+            else:
+                stage.collect()
 
 
 if __name__ == "__main__":

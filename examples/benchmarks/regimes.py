@@ -47,12 +47,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from regimes_plan import STAGES, Regime, enlarged, expected, folder, stage_arms
+from regimes_plan import STAGES, Regime, enlarged, expected, folder, load_regimes, stage_arms
 from regimes_results import Row, read_results, to_runs, write_results
-from stages import folder_of_stage, runs_of_stage, train_missing
+from stages import Stage
 
 from trl_explore.errors import UsageError
-from trl_explore.names import unknown_name
 
 OVERHEAD = 1.5  # duration of a run, with loading and evaluation, divided by its seconds of training
 TIMED_PROBLEMS = 16  # held-out problems in the stage "seconds", which needs no evaluation
@@ -99,26 +98,24 @@ def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int 
         processes (`int`, *optional*):
             Number of runs to train at a time. The stage *seconds* ignores it and trains one.
     """
-    from trl_explore.compare.settings import read_comparison
-
     rows = read_results(regime.path)
     document = regime.document(stage, stage_arms(regime, stage, rows))
     if not document["arms"] or not document["seeds"]:
         return
     if stage != "seconds":
-        train_missing(regime.path, document, stage, output_dir, processes=processes)
+        Stage(stage, document, regime.path, output_dir).train(processes=processes)
         return
-    rows, known, wanted = runs_of_stage(document, stage, rows)
-    if known.keys() == wanted:
-        return
-    # Seconds of different sittings cannot be compared. If one run is missing, all runs of the stage are trained again.
-    metrics = list(read_comparison(document).metrics)
-    write_results(regime.path, [row for row in rows if row["stage"] != stage], metrics)
-    shutil.rmtree(folder_of_stage(document, stage, output_dir), ignore_errors=True)
     # The seconds do not include evaluation, so a smaller evaluation leaves them unchanged.
     num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
     evaluated = {"num_eval": num_problems, "samples_at_ends": None}
-    train_missing(regime.path, document, stage, output_dir, evaluated=evaluated)
+    sitting = Stage(stage, document, regime.path, output_dir, evaluated=evaluated)
+    if not sitting.missing(rows):
+        return
+    # Seconds of different sittings cannot be compared. If one run is missing, all runs of the stage are trained again.
+    place = sitting.place
+    write_results(regime.path, [row for row in rows if row["stage"] != stage], list(place.comparison.metrics))
+    shutil.rmtree(place.path, ignore_errors=True)
+    sitting.train()
 
 
 def outlook(regimes: Sequence[Regime], processes: int | None) -> str:
@@ -165,10 +162,9 @@ def _missing_runs(regime: Regime, rows: list[Row]) -> dict[str, int]:
         count = expected(regime, stage)
         if count and not missing:  # all earlier stages are complete, so the arms of this stage are known
             document = regime.document(stage, stage_arms(regime, stage, rows))
-            _, known, wanted = runs_of_stage(document, stage, rows)
-            count = len(wanted - known.keys())
-            if count and stage == "seconds":
-                count = len(wanted)  # all arms must be timed in one sitting
+            num_missing = len(Stage(stage, document, regime.path, Path()).missing(rows))
+            if not num_missing or stage != "seconds":  # in this stage, all arms are timed in one sitting
+                count = num_missing
         if count:
             missing[stage] = count
     return missing
@@ -189,14 +185,10 @@ def main() -> None:
         help="save and stop after this time, as Ctrl-C does; the same command continues the training",
     )
     args = parser.parse_intermixed_args()  # names of regimes may follow flags
-    files = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
-    for name in args.regimes:
-        if name not in files:
-            parser.error(unknown_name("regime", name, files))
     if args.processes is not None and args.processes < 1:
         parser.error(f"--processes={args.processes}: give at least 1")
     try:
-        chosen = [Regime.load(path) for name, path in files.items() if not args.regimes or name in args.regimes]
+        chosen = load_regimes(args.regimes)
     except UsageError as error:
         parser.error(str(error))
     if args.large:

@@ -6,7 +6,7 @@
 import json
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,19 @@ class Regime:
 def folder() -> Path:
     """Return the folder with the files of the regimes. The environment variable `REGIMES` may name another folder."""
     return Path(os.environ.get("REGIMES", HERE / "regimes"))
+
+
+def load_regimes(names: Sequence[str]) -> list[Regime]:
+    """Return the regimes of these names, or all regimes if there are no names.
+
+    Raises:
+        UsageError: If there is no regime of a name, or its file has a mistake.
+    """
+    files = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    for name in names:
+        if name not in files:
+            raise UsageError(unknown_name("regime", name, files))
+    return [Regime.load(path) for name, path in files.items() if not names or name in names]
 
 
 def read_rivals(names: list[str]) -> list[Arm]:

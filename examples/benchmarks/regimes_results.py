@@ -191,6 +191,15 @@ def to_runs(rows: list[Row], stage: str) -> list[Run]:
     return list(runs.values())
 
 
+def by_arm_and_seed(rows: list[Row], stage: str) -> dict[str, dict[int, list[Row]]]:
+    """Return the lines of a stage, by arm and seed, in the order of the file."""
+    runs: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["stage"] == stage:
+            runs.setdefault(row["arm"], {}).setdefault(row["seed"], []).append(row)
+    return runs
+
+
 def timed_alike(rows: list[Row]) -> list[Row]:
     """
     Replace the seconds of verdict runs by seconds that were measured under equal conditions.

@@ -7,33 +7,31 @@ Each arm is tuned GRPO with one change. The main field of the arm has two values
 rates. The best values on the development seeds are trained on the fresh seeds. PODS samples four times the completions
 of GRPO, and trains some of them. Its control is GRPO with four times the samples.
 
-The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). After
-training, or with `--report` alone, the script writes the table to `small_fields_results/results.md`. The table has
-differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
+The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). Runs in
+this file are not trained again, unless their settings have changed. After training, or with `--report` alone, the
+script writes the table to `small_fields_results/results.md`. The table has differences to GRPO along the curve in
+percentage points, paired by seed, with 95 % t-intervals.
 """
 
 import argparse
-import csv
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-from auto_regimes import best, gaps, reading_of, shown
-from regimes_plan import Regime, folder
+from auto_regimes import Runs, best, gaps, reading_of, shown
+from regimes_plan import Regime, folder, load_regimes
+from regimes_results import by_arm_and_seed, read_results
+from stages import Stage
 
 from trl_explore.compare.costs import mean_along
+from trl_explore.errors import UsageError
 from trl_explore.runs.tasks import find_run_task
 
 RESULTS = Path(__file__).resolve().parent / "small_fields_results"
 KNOB_SEEDS = range(320, 324)  # development
 SEEDS = range(80, 85)  # no earlier run of this project used them
-COLUMNS = ("stage", "arm", "options", "seed", "step", "tokens", "trained_tokens", "cpu_seconds")
 COSTS = {"tokens": "generated tokens", "trained_tokens": "tokens in the loss", "cpu_seconds": "CPU seconds"}
-Runs = dict[str, dict[int, list[dict[str, float]]]]  # evaluations by arm and seed
 
 
 def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dict[str, list[dict[str, Any]]]:
@@ -68,60 +66,40 @@ def arms_of(regime: Regime) -> dict[str, list[dict[str, Any]]]:
     return {"GRPO": [options], **variants(options, **sizes)}
 
 
-def train(regime: Regime, output_dir: Path, stage: str, arms: dict[str, dict[str, Any]], seeds: list[int]) -> None:
-    """Train arms, and add their evaluations to the results of the regime."""
-    target = output_dir / regime.name / stage
-    target.mkdir(parents=True, exist_ok=True)
-    document = {**regime.comparison, "seeds": seeds, "arms": []}
+def stage_of(regime: Regime, output_dir: Path, stage: str, arms: dict[str, dict[str, Any]], seeds: list[int]) -> Stage:
+    """Return the runs of arms with these fields on these seeds. Other seeds of the stage in its results are kept."""
+    path = results_file(regime)
+    document = document_of(regime, arms)
+    known = {row["seed"] for row in read_results(path) if row["stage"] == stage}
+    document["seeds"] = sorted(known.union(seeds))
+    return Stage(stage, document, path, output_dir / regime.name, seeds=seeds)
+
+
+def document_of(regime: Regime, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the comparison of these arms, without seeds."""
+    document = {**regime.comparison, "arms": []}
     document.pop("samples_at_ends", None)
     for name, options in arms.items():
         method = "grpo" if name.startswith("GRPO") and "advantage" not in options else "exploration"
         document["arms"].append({"name": name, "method": method, "options": options})
-    file = target / "comparison.yaml"
-    file.write_text(yaml.safe_dump(document, sort_keys=False))
-    command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
-    subprocess.run([*command, "--output_dir", str(target / "runs")], check=True)
-    with open(target / "runs" / "curves.csv", newline="", encoding="utf-8") as curves:
-        rows = list(csv.DictReader(curves))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{regime.name}.csv"
-    kept = [row for row in rows_of(path) if row["stage"] != stage]
-    for row in rows:
-        kept.append({**row, "stage": stage, "options": json.dumps(arms[row["arm"]], sort_keys=True)})
-    with open(path, "w", newline="", encoding="utf-8") as results:
-        columns = [*COLUMNS, *regime.comparison["metrics"]]
-        writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
+    return document
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a file of results. Empty if there is no file."""
-    if not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def results_file(regime: Regime) -> Path:
+    """Return the path of the results of a regime."""
+    return RESULTS / f"{regime.name}.csv"
 
 
-def read(path: Path, stage: str) -> tuple[Runs, dict[str, dict[str, Any]]]:
+def read(regime: Regime, stage: str) -> tuple[Runs, dict[str, dict[str, Any]]]:
     """Return the evaluations of a stage by arm and seed, and the fields of each arm."""
-    runs: Runs = {}
-    options = {}
-    for row in rows_of(path):
-        if row["stage"] != stage:
-            continue
-        options[row["arm"]] = json.loads(row["options"])
-        point = {}
-        for name, value in row.items():
-            if name not in ("stage", "arm", "options") and value:
-                point[name] = float(value)
-        runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
-    return runs, options
+    rows = read_results(results_file(regime))
+    options = {row["arm"]: json.loads(row["options"]) for row in rows if row["stage"] == stage}
+    return by_arm_and_seed(rows, stage), options
 
 
 def chosen(regime: Regime) -> dict[str, dict[str, Any]]:
     """Return the fields of each arm that were best on the development seeds."""
-    runs, options = read(RESULTS / f"{regime.name}.csv", "knob")
+    runs, options = read(regime, "knob")
     reading = reading_of(runs, "tokens")
     found: dict[str, dict[str, Any]] = {}
     heights: dict[str, float] = {}
@@ -141,7 +119,7 @@ def report() -> str:
     ]
     for path in sorted(RESULTS.glob("*.csv")):
         regime = Regime.load(folder() / f"{path.stem}.yaml")
-        runs, options = read(path, "verdict")
+        runs, options = read(regime, "verdict")
         if not runs:
             continue
         base = next(iter(runs))
@@ -169,17 +147,19 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("out/small_fields"))
     parser.add_argument("--report", action="store_true", help="print the table")
     args = parser.parse_args()
+    try:
+        regimes = load_regimes(args.regimes)
+    except UsageError as error:
+        parser.error(str(error))
     if not args.report:
-        for name in args.regimes:
-            regime = Regime.load(folder() / f"{name}.yaml")
+        for regime in regimes:
             arms = {}
             for arm, values in arms_of(regime).items():
                 for number, options in enumerate(values, start=1):
                     arms[f"{arm} / {number}"] = options
-            train(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS))
-            train(regime, args.output_dir, "verdict", chosen(regime), args.seeds)
+            stage_of(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS)).train()
+            stage_of(regime, args.output_dir, "verdict", chosen(regime), args.seeds).train()
     text = report()
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "results.md").write_text(text)
     print(text)
 
