@@ -57,7 +57,9 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
             writer.writerow([auto_regimes.STAGE, arm, seed, 0, 0, 0, 0.0])
             writer.writerow([auto_regimes.STAGE, arm, seed, 1, tokens, 1, value])
     regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
-    mean, half = auto_regimes.gaps(auto_regimes.read(regime), "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
+    assert auto_regimes.read(regime) == {}  # an arm is missing
+    runs = auto_regimes.by_arm_and_seed(auto_regimes.read_results(tmp_path / "dead_ends.csv"), auto_regimes.STAGE)
+    mean, half = auto_regimes.gaps(runs, "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
     # Curves are lines from 0. At 10 tokens, those of `auto` are at half of their end.
     expected = [100 * (0.4 - 0.2) / 2, 100 * (0.5 - 0.4) / 2]
     assert mean == pytest.approx(statistics.mean(expected)) and half is None
@@ -82,7 +84,7 @@ def test_all_committed_results_have_the_settings_of_today(auto_regimes, monkeypa
     assert len(stages) >= 18
     for stage in stages:
         rows = auto_regimes.read_results(stage.results)
-        assert not stage.missing(rows) and stage.valid(rows) == rows, (stage.results, stage.name)
+        assert not stage.missing(rows) and stage.without_stale(rows) == rows, (stage.results, stage.name)
 
 
 def test_more_seeds_keep_the_seeds_that_are_there(auto_regimes, tmp_path, monkeypatch):
@@ -92,5 +94,5 @@ def test_more_seeds_keep_the_seeds_that_are_there(auto_regimes, tmp_path, monkey
     (regime,) = auto_regimes.load_regimes(["dead_ends"])
     stage = auto_regimes.stage_of(regime, [79, 80], tmp_path)
     rows = auto_regimes.read_results(stage.results)
-    assert {seed for _, seed in stage.missing(rows)} == {80} and stage.valid(rows) == rows
-    assert stage.trained["seeds"] == [79, 80] and stage.document["seeds"] == [*range(70, 81)]
+    assert {seed for _, seed in stage.missing(rows)} == {80} and stage.without_stale(rows) == rows
+    assert stage.selected["seeds"] == [79, 80] and stage.document["seeds"] == [*range(70, 81)]

@@ -81,8 +81,8 @@ def test_each_stage_gets_the_best_values_of_the_stages_before_it(pretrained):
 def test_shuffled_rewards_keep_the_rewards_and_lose_the_rows(pretrained):
     rewards = torch.zeros(8, 4)
     rewards[0] = 1.0
-    advantages = pretrained.shuffled_rewards(rewards)
-    assert torch.equal(advantages, pretrained.shuffled_rewards(rewards))
+    advantages = pretrained.advantages_of_shuffled_rewards(rewards)
+    assert torch.equal(advantages, pretrained.advantages_of_shuffled_rewards(rewards))
     assert advantages.sum(dim=1).abs().max() < 1e-4
     assert (advantages > 0).sum() == 4  # as many successes as before
     assert (advantages[1:] > 0).any()
@@ -101,10 +101,11 @@ def test_a_part_of_the_arms_can_be_trained_and_keeps_the_runs_of_the_others(pret
     assert len(part.missing(found)) == 6 == len(task.stage("verdict", found, tmp_path / "out").missing(found))
     part.collect()
     assert len(results.read_results(task.path)) == len(kept)
-    # With another budget, the runs of the verdict are no longer valid.
+    # With another budget, the runs of the verdict do not count, but the file keeps them.
     other = dataclasses.replace(part, document={**part.document, "budget": {"tokens": 1}})
+    assert not other.finished(found) and {row["stage"] for row in other.without_stale(found)} == {"rates"}
     other.collect()
-    assert {row["stage"] for row in results.read_results(task.path)} == {"rates"}
+    assert results.read_results(task.path) == found
     with pytest.raises(UsageError, match="stage verdict: unknown arm 'Auto'; did you mean 'auto'"):
         task.stage("verdict", found, tmp_path / "out", ["GRPO", "Auto"])
 
@@ -146,7 +147,6 @@ def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, m
     task = {
         "comparison": {"task": "chain", "warm_start_steps": 2, "num_eval": 4, "metrics": METRICS},
         "arms": [{"name": "G2RL", "method": "g2rl", "choice": {"min_correct": [1, 0]}}],
-        "claim": "None.",
     }
     stage = {"seeds": [1], "budget": {"tokens": 48}, "evaluations": 1}
     document = yaml.safe_load(pretrained.SETTINGS.read_text())

@@ -95,8 +95,17 @@ def results_file(regime: Regime) -> Path:
 
 
 def read(regime: Regime) -> Runs:
-    """Return the evaluations of a regime, by arm and seed."""
-    return by_arm_and_seed(read_results(results_file(regime)), STAGE)
+    """Return the evaluations of a regime, by arm and seed: of the seeds on which all arms are finished. Empty if there
+    is no such seed."""
+    runs = by_arm_and_seed(read_results(results_file(regime)), STAGE)
+    names = [arm["name"] for arm in arms_of(regime)]
+    if not runs.keys() >= set(names):
+        return {}
+    seeds = set.intersection(*(set(runs[name]) for name in names))
+    complete: Runs = {}
+    for name in names:
+        complete[name] = {seed: points for seed, points in runs[name].items() if seed in seeds}
+    return complete if seeds else {}
 
 
 def gaps(runs: Runs, arm: str, base: str, *, cost: str, metric: str) -> tuple[float, float | None]:
@@ -137,6 +146,8 @@ def tables(cost: str) -> list[str]:
     for file in sorted(RESULTS.glob("*.csv")):
         regime = Regime.load(folder() / f"{file.stem}.yaml")
         runs, metric = read(regime), regime.metric
+        if not runs:
+            continue
         base, rival, method, *others = runs
         found = {name: shown(*gaps(runs, name, base, cost=cost, metric=metric)) for name in runs if name != base}
         own = gaps(runs, "auto", base, cost=cost, metric=metric)
@@ -178,7 +189,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--output_dir", type=Path, default=Path("out/auto"))
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="print the tables")
+    parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
     args = parser.parse_args()
     try:
         regimes = load_regimes(args.regimes)
@@ -188,7 +199,7 @@ def main() -> None:
         for regime in regimes:
             stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
     text = report()
-    (RESULTS / "results.md").write_text(text)
+    (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -29,7 +29,7 @@ Lead = tuple[float, float, float]  # points above GRPO: mean, lower and upper en
 def leads(regime: Regime) -> dict[str, Lead]:
     """Return the leads over GRPO at equal tokens, by the keys of `STYLES`. `auto` is missing if it was not
     measured."""
-    if (auto_regimes.RESULTS / f"{regime.name}.csv").exists():
+    if auto_regimes.read(regime):
         return leads_with_auto(regime)
     results = results_of(regime)
     arms = {

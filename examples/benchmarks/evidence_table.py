@@ -108,7 +108,7 @@ def table() -> str:
     ]
     for name, text in PROBLEMS.items():
         regime = Regime.load(folder() / f"{name}.yaml")
-        has_auto = (auto_regimes.RESULTS / f"{name}.csv").exists()
+        has_auto = bool(auto_regimes.read(regime))
         cells = row_with_auto(regime) if has_auto else row_without_auto(regime)
         metric = METRICS.get(label(regime.metric), label(regime.metric))
         lines.append(f"| [{name}](evidence-details.md#{name}) ({metric}): {text} | {' | '.join(cells)} |")

@@ -8,13 +8,14 @@
 `pretrained.yaml` has the tasks and the arms. Each task has these stages:
 
 - *rates*: GRPO at three learning rates, on one development seed. All arms of the task get the best rate. Before this
-  stage is finished, they get the rate `first_rate`.
+  stage is finished, they get the rate `first_rate`. If another rate turns out best, these runs no longer count.
 - *fields*: each rival and each method with two values of its main field, on the development seed.
 - *verdict*: all arms with the best values, on fresh seeds. `auto` has its defaults, and also runs with the better one
   of two advantages. Before *fields* is finished, only the arms without a choice are known.
-- *shuffled*: GRPO with rewards that are shuffled within the batch. It must not learn.
+- *shuffled*: GRPO with rewards that are shuffled within the batch. This is a check: it should not improve.
 
-`--stages` names the stages to train, and `--arms` the arms. Finished runs are in `pretrained_results/<task>.csv`, and
+`--stages` names the stages to train, and `--arms` the arms. To continue after an interruption, use the same `--arms`.
+Finished runs are in `pretrained_results/<task>.csv`, and
 their steps in `<task>_steps.csv`. They are not trained again, also on another machine. All runs of a seed should come
 from one machine, because another one teaches the model slightly differently. The report names the seeds whose models
 differed before training.
@@ -41,16 +42,16 @@ from trl_explore.names import unknown_name
 HERE = Path(__file__).resolve().parent
 SETTINGS, RESULTS = HERE / "pretrained.yaml", HERE / "pretrained_results"
 BASE = "GRPO"
-SHUFFLED = "examples.benchmarks.pretrained:shuffled_rewards"
+SHUFFLED = "examples.benchmarks.pretrained:advantages_of_shuffled_rewards"
 OVERHEAD = 1.3  # duration of a run, with loading and evaluation, divided by its seconds of training
-FIRST_GUESS = 1250.0  # CPU seconds of training of a run, if no run is finished: 30 steps of 40 seconds
+FIRST_GUESS = 30 * 40.0  # CPU seconds of a run's training, if no run is finished: 30 steps of 40 seconds
 COSTS = {"tokens": "generated tokens", "cpu_seconds": "CPU seconds"}
 Arm = dict[str, Any]
 
 
-def shuffled_rewards(rewards: torch.Tensor) -> torch.Tensor:
+def advantages_of_shuffled_rewards(rewards: torch.Tensor) -> torch.Tensor:
     """Return GRPO's advantages of rewards that were shuffled within the batch, `(P, G)`."""
-    # All processes need the same order, but their random states differ. All of them have the same rewards.
+    # The seed is the sum of the rewards, because all processes have the same rewards but different random states.
     order = torch.randperm(rewards.numel(), generator=torch.Generator().manual_seed(int(rewards.sum() * 1000)))
     mixed = rewards.flatten()[order.to(rewards.device)].view_as(rewards)
     centred = mixed - mixed.mean(dim=1, keepdim=True)
@@ -78,7 +79,7 @@ class Task:
         judged_by (`list[str]`):
             Metrics by which settings are chosen.
         advantages (`list[str]`):
-            Arms with the advantages of which `auto` gets the better one.
+            Names of the arms with another advantage. `auto` also runs with the better of these advantages.
     """
 
     name: str
@@ -119,7 +120,7 @@ class Task:
 
     def runs(self, stage: str, rows: list[Row]) -> Runs:
         """Return the evaluations of a stage with the settings of today, by arm and seed."""
-        return by_arm_and_seed(self.stage(stage, rows).valid(rows), stage)
+        return by_arm_and_seed(self.stage(stage, rows).without_stale(rows), stage)
 
     def missing(self, stage: str, rows: list[Row]) -> int:
         """Return the number of missing runs of a stage."""
@@ -159,11 +160,15 @@ class Task:
         return {"name": arm["name"], "method": arm["method"], "options": options}
 
     def better_advantage(self, rows: list[Row]) -> Arm:
-        """Return the better one of the arms with an advantage, with its name and the better value of its field."""
-        arms = [arm for arm in self.arms if arm["name"] in self.advantages]
-        best = self.best([entry for arm in arms for entry in self.variants(arm, rows)], "fields", rows)
-        name = best["name"].split(", ")[0]
-        return {"name": name, "method": best["method"], "options": best["options"]}
+        """Return the better one of the arms with another advantage, with the better value of its field."""
+        variants, name_of = [], {}
+        for arm in self.arms:
+            if arm["name"] in self.advantages:
+                own = self.variants(arm, rows)
+                variants += own
+                name_of |= {variant["name"]: arm["name"] for variant in own}
+        best = self.best(variants, "fields", rows)
+        return {**best, "name": name_of[best["name"]]}
 
     def best(self, entries: list[Arm], stage: str, rows: list[Row]) -> Arm:
         """Return the arm of a finished stage whose learning curves are highest: by the mean of `judged_by` along the
@@ -333,7 +338,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", help="tasks of pretrained.yaml (default: all)")
     parser.add_argument("--stages", nargs="+", help="only these stages (default: all, one after the other)")
     parser.add_argument("--arms", nargs="+", help="only these arms, which every named stage must have")
-    parser.add_argument("--processes", type=int, help="runs at a time, each with one thread (default: 1)")
+    parser.add_argument("--processes", type=int, help="worker processes (default: none, one run at a time)")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
     parser.add_argument("--output_dir", type=Path, default=Path("out/pretrained"), help="checkpoints")
     args = parser.parse_intermixed_args()

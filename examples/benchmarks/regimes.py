@@ -102,20 +102,21 @@ def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int 
     document = regime.document(stage, stage_arms(regime, stage, rows))
     if not document["arms"] or not document["seeds"]:
         return
-    if stage != "seconds":
-        Stage(stage, document, regime.path, output_dir).train(processes=processes)
-        return
-    # The seconds do not include evaluation, so a smaller evaluation leaves them unchanged.
-    num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
-    evaluated = {"num_eval": num_problems, "samples_at_ends": None}
-    sitting = Stage(stage, document, regime.path, output_dir, evaluated=evaluated)
-    if not sitting.missing(rows):
-        return
-    # Seconds of different sittings cannot be compared. If one run is missing, all runs of the stage are trained again.
-    place = sitting.place
-    write_results(regime.path, [row for row in rows if row["stage"] != stage], list(place.comparison.metrics))
-    shutil.rmtree(place.path, ignore_errors=True)
-    sitting.train()
+    evaluation = {}
+    if stage == "seconds":
+        # The seconds do not include evaluation, so a smaller evaluation leaves them unchanged.
+        num_problems = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
+        evaluation = {"num_eval": num_problems, "samples_at_ends": None}
+        processes = None
+    runs = Stage(stage, document, regime.path, output_dir, evaluation=evaluation)
+    kept = runs.without_stale(rows)  # the next stages take the best of all rows of a stage
+    if stage == "seconds" and runs.missing(rows):
+        # Seconds of different sittings cannot be compared. If one run is missing, all runs are trained again.
+        kept = [row for row in rows if row["stage"] != stage]
+        shutil.rmtree(runs.runs_folder.path, ignore_errors=True)
+    if kept != rows:
+        write_results(regime.path, kept, list(runs.runs_folder.comparison.metrics))
+    runs.train(processes=processes)
 
 
 def outlook(regimes: Sequence[Regime], processes: int | None) -> str:

@@ -1,11 +1,11 @@
-"""Compare fields of credit and selection with GRPO: REINFORCE with weights, a mixture of advantages, and PODS.
+"""Compare REINFORCE with weights, a mixture of advantages, and PODS with tuned GRPO.
 
     python examples/benchmarks/small_fields.py dead_ends coverage many_solutions
     python examples/benchmarks/small_fields.py --report
 
-Each arm is tuned GRPO with one change. The main field of the arm has two values, and REINFORCE also has two learning
-rates. The best values on the development seeds are trained on the fresh seeds. PODS samples four times the completions
-of GRPO, and trains some of them. Its control is GRPO with four times the samples.
+Each arm is tuned GRPO with one field changed. Two values of this field are tried on development seeds; REINFORCE also
+tries two learning rates. The best variant of each arm then trains on fresh seeds. PODS samples four times the
+completions of GRPO, and trains some of them. Its control trains all of them.
 
 The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). Runs in
 this file are not trained again, unless their settings have changed. After training, or with `--report` alone, the
@@ -35,8 +35,8 @@ COSTS = {"tokens": "generated tokens", "trained_tokens": "tokens in the loss", "
 
 
 def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of each arm, two values of its main field each. `options` are those of tuned GRPO, with
-    `num_generations` completions per prompt and `rows` completions per batch."""
+    """Return the variants of each arm: one of the control, four of REINFORCE, two of the others. `options` are the
+    fields of tuned GRPO, with `num_generations` completions per prompt and `rows` completions per batch."""
     more = {**options, "num_generations": 4 * num_generations, "per_device_train_batch_size": 4 * rows}
     reinforce = []
     # At GRPO's learning rate, REINFORCE can destroy a model that nearly always fails, so it also gets a tenth of it.
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("regimes", nargs="*", metavar="REGIME", default=["dead_ends", "coverage", "many_solutions"])
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--output_dir", type=Path, default=Path("out/small_fields"))
-    parser.add_argument("--report", action="store_true", help="print the table")
+    parser.add_argument("--report", action="store_true", help="do not train; write and print the table")
     args = parser.parse_args()
     try:
         regimes = load_regimes(args.regimes)
@@ -160,7 +160,7 @@ def main() -> None:
             stage_of(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS)).train()
             stage_of(regime, args.output_dir, "verdict", chosen(regime), args.seeds).train()
     text = report()
-    (RESULTS / "results.md").write_text(text)
+    (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -1,6 +1,6 @@
-"""A stage of a benchmark: `trl-explore compare` trains the runs that a results file lacks, and the file gets them.
+"""A stage of a benchmark: train the runs that are missing from a results file, and add them to the file.
 
-A results file keeps the runs of all stages. So a run that is in it is not trained again, also on another machine.
+A results file has the runs of all stages. A run in it is not trained again, even on another machine.
 """
 
 import csv
@@ -18,6 +18,7 @@ from trl_explore.compare.run import Run
 from trl_explore.compare.settings import read_comparison
 from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
+from trl_explore.saving.whole_files import whole_file
 
 Key = tuple[str, int]  # arm and seed of a run
 STEP_METRICS = ("step", "tokens", "reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
@@ -43,7 +44,7 @@ class Stage:
             Names of the arms to train. None: all.
         seeds (`Sequence[int]`, *optional*):
             Seeds to train. None: all.
-        evaluated (`Mapping`, *optional*):
+        evaluation (`Mapping`, *optional*):
             Fields that replace those of `document` while the runs are trained. They may change only the evaluation.
 
     Raises:
@@ -57,7 +58,7 @@ class Stage:
     steps: Path | None = None
     arms: Sequence[str] | None = None
     seeds: Sequence[int] | None = None
-    evaluated: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = [arm["name"] for arm in self.document["arms"]]
@@ -66,22 +67,23 @@ class Stage:
                 raise UsageError(f"stage {self.name}: {unknown_name('arm', name, known)}")
 
     @property
-    def trained(self) -> dict[str, Any]:
+    def selected(self) -> dict[str, Any]:
         """The comparison with only the arms and seeds to train."""
         arms = [arm for arm in self.document["arms"] if self.arms is None or arm["name"] in self.arms]
         seeds = self.document["seeds"] if self.seeds is None else list(self.seeds)
         return {**self.document, "arms": arms, "seeds": seeds}
 
     @property
-    def place(self) -> ComparisonFolder:
-        """Folder of the runs to train. It has another name if a setting changes."""
-        settings = {arm["name"]: settings_of(self.document, arm) for arm in self.trained["arms"]}
-        whole = settings_of(self.document, {"method": self.name, "options": settings})
-        comparison = read_comparison({**self.trained, **self.evaluated})
-        return ComparisonFolder(comparison, self.folder / f"{self.name.replace(' ', '-')}-{whole}")
+    def runs_folder(self) -> ComparisonFolder:
+        """Folder of the runs to train. Its name depends on the settings and on the choice of arms."""
+        settings = {arm["name"]: settings_of(self.document, arm) for arm in self.selected["arms"]}
+        # `settings_of` hashes any options, so it also makes one hash of these hashes.
+        settings_hash = settings_of(self.document, {"method": self.name, "options": settings})
+        comparison = read_comparison({**self.selected, **self.evaluation})
+        return ComparisonFolder(comparison, self.folder / f"{self.name.replace(' ', '-')}-{settings_hash}")
 
-    def valid(self, rows: list[Row]) -> list[Row]:
-        """Return the rows without rows of this stage whose settings, arm or seed the comparison does not have."""
+    def without_stale(self, rows: list[Row]) -> list[Row]:
+        """Drop the rows of this stage whose settings, arm or seed the comparison does not have. Keep all others."""
         settings = {arm["name"]: settings_of(self.document, arm) for arm in self.document["arms"]}
         found = []
         for row in rows:
@@ -91,30 +93,34 @@ class Stage:
         return found
 
     def finished(self, rows: list[Row]) -> dict[Key, Run]:
-        """Return the runs of this stage in valid rows, by arm and seed."""
-        return {(run.arm, run.seed): run for run in to_runs(self.valid(rows), self.name)}
+        """Return the runs of this stage with the settings of the comparison, by arm and seed."""
+        return {(run.arm, run.seed): run for run in to_runs(self.without_stale(rows), self.name)}
 
     def missing(self, rows: list[Row]) -> list[Key]:
         """Return arm and seed of the runs to train that the rows lack."""
         finished = self.finished(rows)
-        keys = [(arm["name"], seed) for arm in self.trained["arms"] for seed in self.trained["seeds"]]
+        keys = [(arm["name"], seed) for arm in self.selected["arms"] for seed in self.selected["seeds"]]
         return [key for key in keys if key not in finished]
 
     def collect(self) -> None:
-        """Add the finished runs in the folder to the results file, and remove invalid rows from the file."""
-        found = read_results(self.results)
-        rows, missing, place = self.valid(found), self.missing(found), self.place
-        metrics = list(place.comparison.metrics)
-        for given, arm in zip(self.trained["arms"], place.comparison.arms, strict=True):
+        """Add the finished runs in the folder to the results file. A run replaces its rows with other settings."""
+        rows, folder = read_results(self.results), self.runs_folder
+        metrics = list(folder.comparison.metrics)
+        missing = self.missing(rows)
+        is_changed = False
+        for given, arm in zip(self.selected["arms"], folder.comparison.arms, strict=True):
             settings = settings_of(self.document, given)
-            for seed in place.comparison.seeds:
-                path = place.of_run(arm, seed) / RESULT
-                if (arm.name, seed) in missing and path.is_file():
-                    run = Run.load(path)
-                    if self.steps is not None:
-                        add_steps(self.steps, self.name, run)
-                    rows += to_rows(run, self.name, given, settings=settings, metrics=metrics)
-        if rows != found:
+            for seed in folder.comparison.seeds:
+                path = folder.of_run(arm, seed) / RESULT
+                if (arm.name, seed) not in missing or not path.is_file():
+                    continue
+                run = Run.load(path)
+                if self.steps is not None:
+                    add_steps(self.steps, self.name, run)
+                rows = [row for row in rows if (row["stage"], row["arm"], row["seed"]) != (self.name, arm.name, seed)]
+                rows += to_rows(run, self.name, given, settings=settings, metrics=metrics)
+                is_changed = True
+        if is_changed:
             write_results(self.results, rows, metrics)
 
     def train(self, *, processes: int | None = None) -> None:
@@ -132,16 +138,16 @@ class Stage:
         rows = read_results(self.results)
         if not self.missing(rows):
             return
-        place, finished = self.place, self.finished(rows)
-        place.write_settings()
-        for arm in place.comparison.arms:
-            for seed in place.comparison.seeds:
-                path = place.of_run(arm, seed)
+        folder, finished = self.runs_folder, self.finished(rows)
+        folder.write_settings()
+        for arm in folder.comparison.arms:
+            for seed in folder.comparison.seeds:
+                path = folder.of_run(arm, seed)
                 if (arm.name, seed) in finished and not (path / RESULT).is_file():
                     path.mkdir(parents=True, exist_ok=True)
                     finished[arm.name, seed].save(path / RESULT)  # so `compare` does not train it again
         print(f"{self.results.stem}: {self.name}", flush=True)
-        command = ["compare", "--config", str(place.path / SETTINGS), "--output_dir", str(place.path)]
+        command = ["compare", "--config", str(folder.path / SETTINGS), "--output_dir", str(folder.path)]
         if processes:
             command += ["--processes", str(processes)]
         code = main(command)
@@ -151,10 +157,11 @@ class Stage:
 
 
 def add_steps(path: Path, stage: str, run: Run) -> None:
-    """Add the logs of a run's training steps to a CSV file, one row per step."""
-    rows = read_steps(path)
+    """Add the logs of a run's training steps to a CSV file, one row per step. They replace earlier rows of the run."""
+    key = (stage, run.arm, str(run.seed))
+    rows = [row for row in read_steps(path) if (row["stage"], row["arm"], row["seed"]) != key]
     for logs in run.steps:
-        row = {"stage": stage, "arm": run.arm, "seed": str(run.seed)}
+        row = dict(zip(("stage", "arm", "seed"), key, strict=True))
         for name, value in logs.items():
             if is_kept(name):
                 row[name] = f"{value:.6g}"
@@ -163,7 +170,7 @@ def add_steps(path: Path, stage: str, run: Run) -> None:
     for row in rows:
         columns |= dict.fromkeys(row)  # in the order of their first appearance
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
