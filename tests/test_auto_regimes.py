@@ -8,6 +8,8 @@ import statistics
 import pytest
 from commands import EXAMPLES
 
+from trl_explore.errors import UsageError
+
 BENCHMARKS = EXAMPLES / "benchmarks"
 
 
@@ -57,7 +59,6 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
             writer.writerow([auto_regimes.STAGE, arm, seed, 0, 0, 0, 0.0])
             writer.writerow([auto_regimes.STAGE, arm, seed, 1, tokens, 1, value])
     regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
-    assert auto_regimes.read(regime) == {}  # an arm is missing
     runs = auto_regimes.by_arm_and_seed(auto_regimes.read_results(tmp_path / "dead_ends.csv"), auto_regimes.STAGE)
     mean, half = auto_regimes.gaps(runs, "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
     # Curves are lines from 0. At 10 tokens, those of `auto` are at half of their end.
@@ -96,3 +97,53 @@ def test_more_seeds_keep_the_seeds_that_are_there(auto_regimes, tmp_path, monkey
     rows = auto_regimes.read_results(stage.results)
     assert {seed for _, seed in stage.missing(rows)} == {80} and stage.without_stale(rows) == rows
     assert stage.selected["seeds"] == [79, 80] and stage.document["seeds"] == [*range(70, 81)]
+
+
+def test_the_arms_have_their_roles_in_any_order_of_the_file(auto_regimes, tmp_path, monkeypatch):
+    results = importlib.import_module("regimes_results")
+    expected = auto_regimes.report()
+    for path in auto_regimes.RESULTS.glob("*.csv"):
+        rows = results.read_results(path)
+        rows = [row for row in rows if row["arm"] != "GRPO"] + [row for row in rows if row["arm"] == "GRPO"]
+        metrics = [name for name in rows[0] if name.startswith(("pass_", "greedy_accuracy", "coverage_"))]
+        results.write_results(tmp_path / path.name, rows, metrics)
+    stale = results.read_results(tmp_path / "dead_ends.csv")
+    other = [{**row, "arm": "retired", "settings": "other"} for row in stale if row["arm"] == "auto"]
+    results.write_results(tmp_path / "dead_ends.csv", [*other, *stale], [])
+    monkeypatch.setattr(auto_regimes, "RESULTS", tmp_path)
+    assert auto_regimes.report() == expected
+    short = [row for row in stale if row["arm"] != "auto"]  # `auto` was not trained yet
+    results.write_results(tmp_path / "dead_ends.csv", short, [])
+    assert "dead_ends" not in auto_regimes.report() and "deep_ends" in auto_regimes.report()
+
+
+@pytest.mark.slow
+def test_known_runs_without_all_costs_do_not_stop_a_new_seed(auto_regimes, tmp_path):
+    """`compare` reports the known runs, too."""
+    stages = importlib.import_module("stages")
+    results = importlib.import_module("regimes_results")
+    document = {
+        "task": "examples.benchmarks.tasks:DIALECT",
+        "warm_start_steps": 2,
+        "budget": {"tokens": 48},
+        "evaluations": 1,
+        "num_eval": 4,
+        "metrics": ["greedy_accuracy"],
+        "common": {"per_device_train_batch_size": 4, "num_generations": 2},
+        "seeds": [1],
+        "arms": [{"name": "GRPO", "method": "grpo", "options": {"learning_rate": 1e-3}}],
+    }
+    path = tmp_path / "small.csv"
+    stages.Stage("new seeds", document, path, tmp_path / "out").train()
+    rows = results.read_results(path)
+    known = [{**row, "seconds": None, "trained_tokens": None} for row in rows]
+    results.write_results(path, known, ["greedy_accuracy"])
+    more = stages.Stage("new seeds", {**document, "seeds": [1, 2]}, path, tmp_path / "out")
+    more.train()
+    found = results.read_results(path)
+    assert {row["seed"] for row in found} == {1, 2} and found[: len(known)] == known
+    again = stages.Stage("new seeds", {**document, "seeds": [1, 3]}, path, tmp_path / "out", seeds=[3])
+    again.train()  # other seeds with the same output folder
+    assert {row["seed"] for row in results.read_results(path)} == {1, 2, 3}
+    with pytest.raises(UsageError, match="does not have the seeds .4."):
+        stages.Stage("new seeds", document, path, tmp_path / "out", seeds=[4])

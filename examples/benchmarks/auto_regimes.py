@@ -97,8 +97,10 @@ def results_file(regime: Regime) -> Path:
 def read(regime: Regime) -> Runs:
     """Return the evaluations of a regime, by arm and seed: of the seeds on which all arms are finished. Empty if there
     is no such seed."""
-    runs = by_arm_and_seed(read_results(results_file(regime)), STAGE)
-    names = [arm["name"] for arm in arms_of(regime)]
+    rows = read_results(results_file(regime))
+    stage = stage_of(regime, [], RESULTS)
+    runs = by_arm_and_seed(stage.without_stale(rows), STAGE)
+    names = [arm["name"] for arm in stage.document["arms"]]
     if not runs.keys() >= set(names):
         return {}
     seeds = set.intersection(*(set(runs[name]) for name in names))
@@ -192,12 +194,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
     args = parser.parse_args()
     try:
-        regimes = load_regimes(args.regimes)
+        for regime in load_regimes(args.regimes):
+            if not args.report:
+                stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
     except UsageError as error:
         parser.error(str(error))
-    if not args.report:
-        for regime in regimes:
-            stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
     text = report()
     (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)

@@ -38,6 +38,11 @@ def document_of(regime: Regime) -> dict[str, Any]:
     return document
 
 
+def stage_of(regime: Regime, output_dir: Path) -> Stage:
+    """Return the runs of a regime."""
+    return Stage(STAGE, document_of(regime), RESULTS / f"{regime.name}.csv", output_dir / regime.name)
+
+
 def report() -> str:
     """Return the table of all regimes that have results."""
     lines = []
@@ -48,7 +53,7 @@ def report() -> str:
         ]
         for path in sorted(RESULTS.glob("*.csv")):
             regime = Regime.load(folder() / path.with_suffix(".yaml").name)
-            runs = by_arm_and_seed(read_results(path), STAGE)
+            runs = by_arm_and_seed(stage_of(regime, RESULTS).without_stale(read_results(path)), STAGE)
             if not runs.keys() >= {GRPO, TWO, THREE}:
                 continue  # the first seed is not finished
             cells = [regime.name, str(len(runs[GRPO]))]
@@ -68,14 +73,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="do not train; write and print the table")
     args = parser.parse_args()
     try:
-        regimes = load_regimes(args.regimes)
+        for regime in load_regimes(args.regimes):
+            if not args.report:
+                stage_of(regime, args.output_dir).train(processes=args.processes)
     except UsageError as error:
         parser.error(str(error))
-    if not args.report:
-        for regime in regimes:
-            results = RESULTS / f"{regime.name}.csv"
-            stage = Stage(STAGE, document_of(regime), results, args.output_dir / regime.name)
-            stage.train(processes=args.processes)
     text = report()
     (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)

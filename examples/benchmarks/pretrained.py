@@ -173,7 +173,7 @@ class Task:
     def best(self, entries: list[Arm], stage: str, rows: list[Row]) -> Arm:
         """Return the arm of a finished stage whose learning curves are highest: by the mean of `judged_by` along the
         curve, up to the tokens that all runs of the stage reached."""
-        runs = by_arm_and_seed(rows, stage)
+        runs = self.runs(stage, rows)
         reading = reading_of(runs, "tokens")
 
         def height(entry: Arm) -> float:
@@ -362,6 +362,8 @@ def run(tasks: Sequence[Task], args: argparse.Namespace) -> None:
         print(status(tasks))
         return
     if args.command == "report":
+        if args.tasks:
+            raise UsageError("report: leave out the names of tasks; it always has all tasks with results")
         if not RESULTS.is_dir():
             print("no results yet: train a task first")
             return

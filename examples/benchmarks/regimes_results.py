@@ -117,8 +117,12 @@ def write_results(path: Path, rows: list[Row], metrics: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with open(part, "w", newline="", encoding="utf-8") as file:
-        columns = [*RUN_COLUMNS, *COSTS, *metrics, *TRAINING, *SUCCESSES, END_SUCCESSES]
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")  # older rows may have further metrics
+        known = [*RUN_COLUMNS, *COSTS, *TRAINING, *SUCCESSES, END_SUCCESSES]
+        measured = dict.fromkeys(metrics)
+        for row in rows:  # rows of other stages may have further metrics
+            measured |= dict.fromkeys(name for name in row if name not in known)
+        columns = [*RUN_COLUMNS, *COSTS, *measured, *TRAINING, *SUCCESSES, END_SUCCESSES]
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for row in rows:
             cells = {column: _shorten(value) for column, value in row.items()}
@@ -261,5 +265,5 @@ def _metrics_of(row: Row) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
         if name in TRAINING and value is not None:
             yield f"train/{name}", value
-        elif name not in (*RUN_COLUMNS, *COSTS, *SUCCESSES, END_SUCCESSES, *TRAINING):
+        elif value is not None and name not in (*RUN_COLUMNS, *COSTS, *SUCCESSES, END_SUCCESSES, *TRAINING):
             yield f"eval/{name}", value

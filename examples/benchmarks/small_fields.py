@@ -31,6 +31,7 @@ from trl_explore.runs.tasks import find_run_task
 RESULTS = Path(__file__).resolve().parent / "small_fields_results"
 KNOB_SEEDS = range(320, 324)  # development
 SEEDS = range(80, 85)  # no earlier run of this project used them
+BASE = "GRPO"
 COSTS = {"tokens": "generated tokens", "trained_tokens": "tokens in the loss", "cpu_seconds": "CPU seconds"}
 
 
@@ -73,6 +74,16 @@ def stage_of(regime: Regime, output_dir: Path, stage: str, arms: dict[str, dict[
     known = {row["seed"] for row in read_results(path) if row["stage"] == stage}
     document["seeds"] = sorted(known.union(seeds))
     return Stage(stage, document, path, output_dir / regime.name, seeds=seeds)
+
+
+def train(regime: Regime, output_dir: Path, seeds: list[int]) -> None:
+    """Train all variants on the development seeds, and then the best variant of each arm on these seeds."""
+    arms = {}
+    for arm, values in arms_of(regime).items():
+        for number, options in enumerate(values, start=1):
+            arms[f"{arm} / {number}"] = options
+    stage_of(regime, output_dir, "knob", arms, list(KNOB_SEEDS)).train()
+    stage_of(regime, output_dir, "verdict", chosen(regime), seeds).train()
 
 
 def document_of(regime: Regime, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -120,20 +131,19 @@ def report() -> str:
     for path in sorted(RESULTS.glob("*.csv")):
         regime = Regime.load(folder() / f"{path.stem}.yaml")
         runs, options = read(regime, "verdict")
-        if not runs:
+        if BASE not in runs:
             continue
-        base = next(iter(runs))
         for name in runs:
-            fields = {key: value for key, value in options[name].items() if options[base].get(key) != value}
+            fields = {key: value for key, value in options[name].items() if options[BASE].get(key) != value}
             cells = []
             for cost in COSTS:
-                if name == base:
+                if name == BASE:
                     reading = reading_of(runs, cost)
-                    own = runs[base].values()
+                    own = runs[BASE].values()
                     level = statistics.mean(mean_along(points, cost, reading, regime.metric) for points in own)
                     cells.append(f"{100 * level:.1f}")
                 else:
-                    cells.append(shown(*gaps(runs, name, base, cost=cost, metric=regime.metric)))
+                    cells.append(shown(*gaps(runs, name, BASE, cost=cost, metric=regime.metric)))
             text = ", ".join(f"{key} {value}" for key, value in fields.items())
             lines.append(f"| {regime.name} | {name} | {text} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -148,17 +158,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="do not train; write and print the table")
     args = parser.parse_args()
     try:
-        regimes = load_regimes(args.regimes)
+        for regime in load_regimes(args.regimes):
+            if not args.report:
+                train(regime, args.output_dir, args.seeds)
     except UsageError as error:
         parser.error(str(error))
-    if not args.report:
-        for regime in regimes:
-            arms = {}
-            for arm, values in arms_of(regime).items():
-                for number, options in enumerate(values, start=1):
-                    arms[f"{arm} / {number}"] = options
-            stage_of(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS)).train()
-            stage_of(regime, args.output_dir, "verdict", chosen(regime), args.seeds).train()
     text = report()
     (RESULTS / "results.md").write_text(text, encoding="utf-8")
     print(text)

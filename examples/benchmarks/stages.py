@@ -6,7 +6,7 @@ A results file has the runs of all stages. A run in it is not trained again, eve
 import csv
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Stage:
             Fields that replace those of `document` while the runs are trained. They may change only the evaluation.
 
     Raises:
-        UsageError: If the stage has no arm with a name in `arms`.
+        UsageError: If the stage has no arm with a name in `arms`, or no seed in `seeds`.
     """
 
     name: str
@@ -65,6 +65,9 @@ class Stage:
         for name in self.arms or ():
             if name not in known:
                 raise UsageError(f"stage {self.name}: {unknown_name('arm', name, known)}")
+        unknown = set(self.seeds or ()) - set(self.document["seeds"])
+        if unknown:
+            raise UsageError(f"stage {self.name}: it does not have the seeds {sorted(unknown)}")
 
     @property
     def selected(self) -> dict[str, Any]:
@@ -75,8 +78,9 @@ class Stage:
 
     @property
     def runs_folder(self) -> ComparisonFolder:
-        """Folder of the runs to train. Its name depends on the settings and on the choice of arms."""
-        settings = {arm["name"]: settings_of(self.document, arm) for arm in self.selected["arms"]}
+        """Folder of the runs to train. Its name depends on the settings and on the choice of arms and seeds."""
+        settings: dict[str, Any] = {"seeds": self.selected["seeds"]}
+        settings |= {arm["name"]: settings_of(self.document, arm) for arm in self.selected["arms"]}
         # `settings_of` hashes any options, so it also makes one hash of these hashes.
         settings_hash = settings_of(self.document, {"method": self.name, "options": settings})
         comparison = read_comparison({**self.selected, **self.evaluation})
@@ -145,15 +149,28 @@ class Stage:
                 path = folder.of_run(arm, seed)
                 if (arm.name, seed) in finished and not (path / RESULT).is_file():
                     path.mkdir(parents=True, exist_ok=True)
-                    finished[arm.name, seed].save(path / RESULT)  # so `compare` does not train it again
+                    # So `compare` does not train it again.
+                    with_all_costs(finished[arm.name, seed]).save(path / RESULT)
         print(f"{self.results.stem}: {self.name}", flush=True)
         command = ["compare", "--config", str(folder.path / SETTINGS), "--output_dir", str(folder.path)]
         if processes:
             command += ["--processes", str(processes)]
-        code = main(command)
-        self.collect()
+        try:
+            code = main(command)
+        finally:
+            self.collect()
         if code:
             sys.exit(code)
+
+
+def with_all_costs(run: Run) -> Run:
+    """Replace costs that an old results file lacks by similar ones. Only the report of `compare` shows them."""
+    points = []
+    for point in run.points:
+        costs = {"seconds": point["cpu_seconds"], "trained_tokens": point["tokens"]}
+        missing = {name: cost for name, cost in costs.items() if point[name] is None}
+        points.append({**point, **missing})
+    return replace(run, points=points)
 
 
 def add_steps(path: Path, stage: str, run: Run) -> None:
