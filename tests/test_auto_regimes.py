@@ -58,7 +58,6 @@ def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regim
         for (arm, seed), (tokens, value) in ends.items():
             writer.writerow([auto_regimes.STAGE, arm, seed, 0, 0, 0, 0.0])
             writer.writerow([auto_regimes.STAGE, arm, seed, 1, tokens, 1, value])
-    regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
     runs = auto_regimes.by_arm_and_seed(auto_regimes.read_results(tmp_path / "dead_ends.csv"), auto_regimes.STAGE)
     mean, half = auto_regimes.gaps(runs, "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
     # Curves are lines from 0. At 10 tokens, those of `auto` are at half of their end.
