@@ -42,13 +42,20 @@ def pytest_collection_finish():
     quicken()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """
+    Tiny models run fastest on one thread, and results do not depend on the machine's core count.
+
+    Fixtures of a module also train models. They are set up after this hook, but before the fixture `one_thread`.
+    """
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tiny models run fastest on one thread, and results do not depend on the machine's core count."""
-    before = torch.get_num_threads()
+    """The command line, which fixtures of a module call, chooses the number of threads by itself."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
