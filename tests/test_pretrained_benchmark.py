@@ -142,6 +142,19 @@ def test_the_table_has_paired_differences_and_names_other_starts(pretrained):
     assert pretrained.status([task]).startswith("jugs: missing: fields 8, verdict ")
 
 
+def test_the_table_of_samples_has_a_row_per_problem(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    samples = importlib.import_module("pretrained_samples")
+    completions = {"before training": [("1 + 2 = 3\n", 0.0), ("", None)], "GRPO": [("a | b\nc", 1.0), ("d", 0.5)]}
+    assert samples.table(["Make 3.", "Make 4.\nNow."], completions).splitlines() == [
+        "| problem | before training | GRPO |",
+        "| --- | --- | --- |",
+        r"| Make 3. | 1 + 2 = 3<br>*reward 0* | a \| b<br>c<br>*reward 1* |",
+        "| Make 4.<br>Now. | <br>*no reward* | d<br>*reward 0.5* |",
+    ]
+    assert samples.last_message([{"role": "user", "content": "Make 3."}]) == samples.last_message("Make 3.")
+
+
 @pytest.mark.slow
 def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, monkeypatch, capsys):
     task = {

@@ -21,6 +21,7 @@ points, paired by seed, with 95 % t-intervals. Then run `evidence_table.py`, whi
 import argparse
 import json
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 
 from regimes_plan import Arm, Regime, folder, load_regimes
@@ -34,25 +35,34 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "auto_results"
 SEEDS = range(70, 80)  # no earlier run of this project used them
 AGENTS = ("tail_errors", "late_falls")
-EXPLORERS = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}
+EXPLORERS = ("tree", "pivots", "resample")
+AGENT_EXPLORERS = ("tail_branches", "turn_trees", "resample")
 ADVANTAGES = ("MaxRL", "pass@k")
 STAGE = "new seeds"  # name of the runs in the results files
 Runs = dict[str, dict[int, list[Row]]]  # evaluations by arm and seed
 COSTS = {"tokens": "tokens", "cpu_seconds": "CPU seconds"}
 
 
-def best(regime: Regime, roles: tuple[str, ...], names: tuple[str, ...] = ()) -> Arm:
-    """Return the arm that was best in the verdict stage of a regime, with its tuned fields. Only arms with one of
-    `names` count, or arms with one of `roles` if there are no `names`."""
+def explorers_of(regime: Regime) -> tuple[str, ...]:
+    """Return the explorers that suit a regime."""
+    return AGENT_EXPLORERS if regime.name in AGENTS else EXPLORERS
+
+
+def best_with_role(regime: Regime, *roles: str) -> Arm:
+    """Return the arm with one of these roles that was best in the verdict stage of a regime, with its tuned fields."""
+    return best_named(regime, [arm["name"] for arm in regime.arms if arm["role"] in roles])
+
+
+def best_named(regime: Regime, names: Collection[str]) -> Arm:
+    """Return the arm with one of these names that was best in the verdict stage of a regime, with its tuned fields."""
     rows = read_results(regime.path)
     runs = to_runs(rows, "verdict")
     options = {row["arm"]: json.loads(row["options"]) for row in rows if row["stage"] == "verdict"}
     reading = min(run.points[-1]["tokens"] for run in runs)
     heights: dict[str, float] = {}
     for arm in regime.arms:
-        is_wanted = arm["name"] in names or (not names and arm["role"] in roles)
         own = [run.points for run in runs if run.arm == arm["name"]]
-        if own and is_wanted:
+        if own and arm["name"] in names:
             heights[arm["name"]] = statistics.mean(
                 mean_along(points, "tokens", reading, f"eval/{regime.metric}") for points in own
             )
@@ -63,11 +73,11 @@ def best(regime: Regime, roles: tuple[str, ...], names: tuple[str, ...] = ()) ->
 
 def arms_of(regime: Regime) -> list[Arm]:
     """Return the arms of a regime."""
-    grpo = best(regime, ("baseline",))
+    grpo = best_with_role(regime, "baseline")
     tuned = grpo["options"]
-    rival = best(regime, ("rival", "more samples"))
-    method = best(regime, ("method",))
-    advantage = best(regime, (), ADVANTAGES)
+    rival = best_with_role(regime, "rival", "more samples")
+    method = best_with_role(regime, "method")
+    advantage = best_named(regime, ADVANTAGES)
     arms = [grpo, rival, method]
     if advantage["name"] != rival["name"]:
         arms.append(advantage)
@@ -75,7 +85,7 @@ def arms_of(regime: Regime) -> list[Arm]:
     arms.append({"name": f"auto, {advantage['name']}", "method": "auto", "options": advantage["options"]})
     every = {**tuned, "explore_min_share": 1.0}
     arms.append({"name": "uniform choice", "method": "auto", "options": every})
-    for explorer in EXPLORERS[regime.name in AGENTS]:
+    for explorer in explorers_of(regime):
         arms.append({"name": f"{explorer} alone", "method": "auto", "options": {**every, "explorers": [explorer]}})
     return arms
 

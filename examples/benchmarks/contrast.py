@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from auto_regimes import AGENTS, EXPLORERS, best
+from auto_regimes import best_with_role, explorers_of
 from regimes_plan import Regime, folder
 
 METRIC = "explore/contrast_per_token/"
@@ -30,11 +30,10 @@ METRIC = "explore/contrast_per_token/"
 
 def comparison_of(regime: Regime, seeds: list[int]) -> dict[str, Any]:
     """Return the configuration of `trl-explore compare` that measures a regime."""
-    is_agent = regime.name in AGENTS
     options = {
-        **best(regime, ("baseline",))["options"],
+        **best_with_role(regime, "baseline")["options"],
         "explore_min_share": 1.0,  # probability of a random explorer
-        "explorers": list(EXPLORERS[is_agent]),
+        "explorers": list(explorers_of(regime)),
     }
     document = {**regime.comparison, "seeds": seeds, "evaluations": 1}
     document.pop("samples_at_ends", None)

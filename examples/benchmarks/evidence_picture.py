@@ -33,8 +33,8 @@ def leads(regime: Regime) -> dict[str, Lead]:
         return leads_with_auto(regime)
     results = results_of(regime)
     arms = {
-        "best rival": auto_regimes.best(regime, ("rival", "more samples"))["name"],
-        "best method": auto_regimes.best(regime, ("method",))["name"],
+        "best rival": auto_regimes.best_with_role(regime, "rival", "more samples")["name"],
+        "best method": auto_regimes.best_with_role(regime, "method")["name"],
     }
     found = {}
     for role, arm in arms.items():

@@ -72,8 +72,8 @@ def results_of(regime: Regime) -> Results:
 def row_without_auto(regime: Regime) -> list[str]:
     """Return the cells of a problem for which `auto` was not measured."""
     results = results_of(regime)
-    rival = auto_regimes.best(regime, ("rival", "more samples"))["name"]
-    method = auto_regimes.best(regime, ("method",))["name"]
+    rival = auto_regimes.best_with_role(regime, "rival", "more samples")["name"]
+    method = auto_regimes.best_with_role(regime, "method")["name"]
     runs = [run for run in to_runs(results.rows, "verdict") if run.arm == results.base]
     reading = min(run.points[-1]["tokens"] for run in runs)
     level = statistics.mean(mean_along(run.points, "tokens", reading, f"eval/{regime.metric}") for run in runs)

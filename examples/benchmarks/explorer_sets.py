@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from auto_regimes import AGENTS, COSTS, EXPLORERS, best, gaps, shown
+from auto_regimes import COSTS, best_with_role, explorers_of, gaps, shown
 from regimes_plan import Regime, folder, load_regimes
 from regimes_results import by_arm_and_seed, read_results
 from stages import Stage
@@ -28,9 +28,9 @@ GRPO, TWO, THREE = "GRPO", "two explorers", "two explorers and resample"
 
 def document_of(regime: Regime) -> dict[str, Any]:
     """Return the comparison of a regime, for `trl-explore compare`."""
-    grpo = best(regime, ("baseline",))
+    grpo = best_with_role(regime, "baseline")
     arms = [{**grpo, "name": GRPO}]
-    two = [name for name in EXPLORERS[regime.name in AGENTS] if name != "resample"]
+    two = [name for name in explorers_of(regime) if name != "resample"]
     for name, explorers in ((TWO, two), (THREE, [*two, "resample"])):
         arms.append({"name": name, "method": "auto", "options": {**grpo["options"], "explorers": explorers}})
     document = {**regime.comparison, "seeds": SEEDS, "arms": arms}

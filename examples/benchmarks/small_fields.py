@@ -19,7 +19,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from auto_regimes import Runs, best, gaps, reading_of, shown
+from auto_regimes import Runs, best_with_role, gaps, reading_of, shown
 from regimes_plan import Regime, folder, load_regimes
 from regimes_results import by_arm_and_seed, read_results
 from stages import Stage
@@ -61,7 +61,7 @@ def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dic
 
 def arms_of(regime: Regime) -> dict[str, list[dict[str, Any]]]:
     """Return the fields of all arms of a regime. GRPO is the first one."""
-    options = best(regime, ("baseline",))["options"]
+    options = best_with_role(regime, "baseline")["options"]
     # The sizes that `compare` sets for the task.
     sizes = {"num_generations": find_run_task(regime.comparison["task"]).options["num_generations"], "rows": 128}
     return {"GRPO": [options], **variants(options, **sizes)}
