@@ -72,6 +72,7 @@ evidence: install
 	$(BIN)/python examples/benchmarks/auto_regimes.py --report
 	$(BIN)/python examples/benchmarks/explorer_sets.py --report
 	$(BIN)/python examples/benchmarks/small_fields.py --report
+	$(BIN)/python examples/benchmarks/pretrained.py report
 	$(BIN)/python examples/benchmarks/evidence_table.py
 	$(BIN)/python examples/benchmarks/evidence_picture.py
 	$(BIN)/python examples/benchmarks/lead_picture.py

@@ -292,6 +292,20 @@ def test_the_completions_tables_say_whether_groups_are_wrong_or_right():
     assert FILTER in right.verdict and "(10% all wrong, 70% all right)" in right.verdict
 
 
+def test_groups_are_counted_if_the_rewards_were_scaled_by_batch(tmp_path):
+    """TRL then logs that all groups have contrast if one has."""
+    logs = history(reward=(0.1, 0.2), frac_reward_zero_std=(0, 0), **{"rewards/right/mean": (0.1, 0.2)})
+    assert "Nearly all groups have contrast" in advise(signs_of(logs)).verdict
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    (tmp_path / "completions").mkdir()
+    for step in range(1, 9):
+        rows = {"step": [step] * 8, "prompt": list("aabbccdd"), "right": [1.0] + [0.0] * 7}
+        pandas.DataFrame(rows).to_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
+    found = read_signs(tmp_path)
+    assert found.values["frac_reward_zero_std"] == Pair(0.75, 0.75)
+    assert EXPLORE in advise(found).verdict
+
+
 def test_the_share_of_wrong_groups_is_estimated_from_the_mean_reward():
     def share(reward, equal):
         values = {"reward": Pair(reward, reward), "frac_reward_zero_std": Pair(equal, equal)}

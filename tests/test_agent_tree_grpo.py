@@ -204,7 +204,7 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
         assert loss_mask(scored.rows)[i, : real[i]].tolist() == branch.loss_mask  # the prefix is trained, too
     main = trainer.scorer.totals().tolist()
     expected_main, expected = [], []
-    std = float(torch.tensor(main).std()) + 1e-4
+    std = float(torch.tensor(main + [sum(branch.rewards) for branch in kept]).std()) + 1e-4
     for g in (0, 4):
         rewards = [[main[row], *(sum(b.rewards) for b in trees[row].branches)] for row in range(g, g + 4)]
         scale = "none" if "scale_rewards" in options else "group"
@@ -216,6 +216,21 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
     torch.testing.assert_close(output["advantages"], torch.tensor(expected_main))
     torch.testing.assert_close(scored.rows["advantages"], torch.tensor(expected))
     assert any(expected)
+
+
+def test_advantages_stay_small_if_all_main_rows_of_a_batch_have_one_reward(tmp_path, voice):
+    voice()
+    calls = []
+
+    def late(completions, **columns):
+        calls.append(len(completions))
+        return [float(len(calls) > 1 and i == 0) for i in range(len(completions))]
+
+    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[late])
+    one_batch(trainer)
+    assert trainer.scorer.totals().tolist() == [0.0] * 8
+    advantages = trainer.branching.results[0].scored.rows["advantages"]
+    assert 0 < advantages.abs().max() < 10
 
 
 @pytest.mark.parametrize(

@@ -599,8 +599,10 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
     trainer = agent(tmp_path, branch_group=group, scale_rewards=scale, redundancy_tries=0)
     output, _, kept = kept_branches(trainer, monkeypatch)
     raw = trainer.scorer.totals()
-    rewards, factor = raw.tolist(), 1.0 / (raw.std().item() + 1e-4) if scale == "batch" else 1.0
+    rewards, factor = raw.tolist(), 1.0
     assert kept
+    if scale == "batch":  # the deviation of all rewards, those of the branches included
+        factor = 1.0 / (torch.tensor(rewards + [kept[row].rewards[0] for row in kept]).std().item() + 1e-4)
     weight, totals, steps = trainer.stream_training.prepared["branch"]
     places = {row: i for i, row in enumerate(sorted(kept))}
     (part,) = steps[0]
@@ -625,6 +627,21 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
                 assert own[: len(trained_tokens)].tolist() == trained_tokens and own.sum() == sum(trained_tokens)
                 assert part["completion_ids"][place][: len(branch.completion_ids)].tolist() == branch.completion_ids
                 assert part["advantages"][place].item() == pytest.approx(suffix[row - g][1] * factor, abs=1e-5)
+
+
+def test_advantages_stay_small_if_all_main_rows_of_a_batch_have_one_reward(tmp_path, voice):
+    voice()
+    calls = []
+
+    def late(completions, **columns):
+        calls.append(len(completions))
+        return [float(len(calls) > 1 and i == 0) for i in range(len(completions))]
+
+    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[late])
+    one_batch(trainer)
+    assert trainer.scorer.totals().tolist() == [0.0] * 8 and trainer.branch_explorer._kept
+    (part,) = trainer.stream_training.prepared["branch"][2][0]
+    assert 0 < part["advantages"].abs().max() < 10
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])

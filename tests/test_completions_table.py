@@ -411,6 +411,16 @@ def test_the_terminal_obeys_no_completion_and_no_column(tmp_path, capsys, monkey
     assert rows["from\x1b[31mfile"][0] == "\x1b]0;title\x07 \u202etxt"  # the file keeps what was logged
 
 
+@pytest.mark.parametrize("arguments", [[1, "a"], "north", "[1]", None])
+def test_tool_calls_without_named_arguments_are_printed(capsys, arguments):
+    call = {"type": "function", "function": {"name": "find", "arguments": arguments}}
+    with printed_visibly():
+        vars(grpo_trainer)["print_prompt_completions_sample"](
+            ["p"], [[{"role": "assistant", "content": "", "tool_calls": [call]}]], {"r": [1.0]}, [0.5], 3, None
+        )
+    assert f"find({arguments})" in capsys.readouterr().out
+
+
 def test_messages_with_tool_calls_are_printed_with_their_escapes_visible(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     call = {

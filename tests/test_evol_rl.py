@@ -167,6 +167,13 @@ def test_without_bands_the_majority_is_what_remains(tmp_path):
     assert 0 < log[0]["votes/right_fraction"] <= log[0]["votes/answered_fraction"] < 1
 
 
+def test_a_single_answer_of_a_group_does_not_count_as_right(tmp_path):
+    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, embedding_model="ngrams")
+    known, right = trainer._classes(["7", None, None, None, "8", "8", "9", None], torch.zeros(8))
+    assert known == [True, False, False, False, True, True, True, False]
+    assert right == [False] * 4 + [True, True, False, False]
+
+
 # ----------------------------------------------------------------------------------------------- what is shaped
 
 

@@ -229,6 +229,7 @@ FOUR = Explored([[1]] * 4)
         ([Explored([[1]] * 4, advantages=[[math.nan]] * 4), FOUR], "`advantages` that are not finite: [nan]"),
         ([Explored([[1]] * 4, rewards=[[1.0, 2.0]] * 4), FOUR], "returned `rewards` with [2, 2, 2, 2] values for 4"),
         ([Explored([[1]] * 4, rewards=[1.0] * 4), FOUR], "returned `rewards` with [0, 0, 0, 0] values for 4"),
+        ([Explored([[1]] * 4, logged=[{}]), FOUR], "returned 1 values in `logged` for 4 completions: give one value"),
     ],
 )
 def test_a_wrong_result_of_an_explorer_is_named(tmp_path, result, message):

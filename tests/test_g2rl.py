@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import run_example
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     always,
@@ -520,6 +521,23 @@ def test_the_callback_measures_as_often_as_asked(tmp_path):
     trainer.add_callback(GeometryCallback(trainer, every=2))
     trainer.train()
     assert ["geometry/mean_cosine" in log for log in trainer.state.log_history[:4]] == [True, False, True, False]
+
+
+def test_the_callback_measures_once_after_a_run_that_was_interrupted(tmp_path):
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, max_steps=4)
+    callback, interrupts = GeometryCallback(trainer, every=2), Interrupts()
+    trainer.add_callback(callback)
+    trainer.add_callback(interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert callback.num_batches == 1
+    trainer.remove_callback(interrupts)
+    trainer.train()
+    assert callback.num_batches == 5
 
 
 def test_the_callback_refuses_what_makes_no_sense(tmp_path):

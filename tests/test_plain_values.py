@@ -55,6 +55,13 @@ def test_values_come_back_equal_and_of_their_types(value):
     assert again == value and repr(again) == repr(value)
 
 
+@pytest.mark.parametrize("key", [(1, 2), (1, (2, "a")), timedelta(1), np.float32(0.5)])
+def test_a_key_may_have_any_type_that_a_value_has(key):
+    value = {key: [1], "b": {key: (2,)}}
+    assert from_plain(to_plain(value)) == through_a_file(value) == value
+    assert [type(own) for own in from_plain(to_plain(value))] == [type(key), str]
+
+
 @given(VALUES)
 def test_a_file_of_them_is_read_without_objects(value):
     assert through_a_file(value) == value

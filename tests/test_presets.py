@@ -190,6 +190,18 @@ def test_a_benchmark_of_ones_own_is_a_yaml_file(tmp_path, monkeypatch):
     assert other.rows[0]["prompt"][0]["content"] == "Be long."
 
 
+def test_one_wrong_answer_and_gold_answers_that_are_lists_of_numbers(tmp_path):
+    fields = {"path": "x", "question": "q", "answer": "a", "wrong_answers": "b"}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(fields))
+    preset = load_preset(tmp_path / "two.yaml")
+    assert preset.wrong_answers == ["b"]
+    (row,) = as_prompts(Dataset.from_list([{"q": "1+1?", "a": "2", "b": "3"}]), preset)
+    assert "A. " in row["prompt"][0]["content"] and row["answer"] in ("A", "B")
+    lists = Preset(path="x", question=["q"], answer="a")
+    rows = as_prompts(Dataset.from_list([{"q": "1+1?", "a": [2]}, {"q": "both?", "a": [1, 2]}]), lists)
+    assert rows["answer"] == ["2", r"\boxed{1, 2}"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -155,6 +155,18 @@ def test_the_table_of_samples_has_a_row_per_problem(monkeypatch):
     assert samples.last_message([{"role": "user", "content": "Make 3."}]) == samples.last_message("Make 3.")
 
 
+def test_the_committed_table_has_the_committed_results_with_todays_settings(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pretrained = importlib.import_module("pretrained")
+    results = importlib.import_module("regimes_results")
+    tasks = pretrained.read_tasks()
+    assert (pretrained.RESULTS / "results.md").read_text() == pretrained.report(list(tasks.values()))
+    for task in tasks.values():
+        rows = results.read_results(task.path)
+        for stage in task.stages:
+            assert task.stage(stage, rows).without_stale(rows) == rows, f"{task.name}, {stage}: other settings"
+
+
 @pytest.mark.slow
 def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, monkeypatch, capsys):
     task = {

@@ -362,6 +362,20 @@ def test_the_cache_is_bounded_by_bytes(ending):
         CachedRetriever(inner, max_bytes=0)
 
 
+def test_the_size_of_the_cache_is_right_if_two_threads_find_different_passages():
+    class Slow(Echo):
+        def search(self, queries, top_k):
+            found = super().search(queries, top_k)
+            if len(self.asked) == 1:  # another thread asks the same, and its answer is there first
+                cached.search(queries, top_k)
+                found = [[Passage(query, "", "x" * 1000, 1.0)] for query in queries]
+            return found
+
+    cached = CachedRetriever(Slow())
+    cached.search(["a"], 1)
+    assert cached._num_bytes == _num_bytes("a", (Passage("a", "", "x" * 1000, 1.0),))
+
+
 # The server
 
 

@@ -261,6 +261,7 @@ def test_the_chosen_letter(text, letter):
 def test_the_multiple_choice_reward_compares_letters():
     completions = [r"\boxed{b}", [{"role": "assistant", "content": "Answer: C"}], "no idea"]
     assert multiple_choice_reward(completions, answer=["B ", "d", "A"], prompts=[""] * 3) == [1.0, 0.0, 0.0]
+    assert multiple_choice_reward(["A", "A"], answer=[None, "A"]) == [None, multiple_choice_reward(["A"], ["A"])[0]]
 
 
 @settings(max_examples=200, deadline=None)

@@ -244,6 +244,8 @@ def test_tokenizers_are_compared_by_what_tokens_mean():
     check_vocabulary("a b", "ab", url="here", command="serve")
     with pytest.raises(ValueError, match="it decodes the tokens of 'xd' to 'cd'. Restart it with `serve --tokenizer"):
         check_vocabulary("abxd", "abcd", url="here", command="serve")
+    with pytest.raises(ValueError, match="it decodes the tokens of '' to 'cd'"):  # one is the beginning of the other
+        check_vocabulary("ab", "abcd", url="here", command="serve")
 
 
 class Answers(BaseHTTPRequestHandler):

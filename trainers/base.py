@@ -114,6 +114,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     current: Pass | None = None  # the pass that runs now; None for the main rows and in evaluation
     _budget_spent: Callable[[], float] | None = None  # see `end_by_budget`
     _stream_tokens: dict[str, int] = {}  # number of tokens that each stream has seen, as TRL counts them
+    # transformers sets these two at the start of `train`, and checkpoints save them.
     _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
 
@@ -265,6 +266,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         """Link between the branch explorer and the training rows. None without a branch explorer."""
         if self.branch_explorer is None:
             return None
+        # With `explores_unsolved`, the `AutoExplorer` itself chooses the prompts.
         choice = None if self.args.explores_unsolved else self.choice
         return Branching(self, self.branch_explorer, choice, self.scorer)
 
@@ -295,7 +297,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         """Return the engine of all explorers of `explore="auto"`."""
         if not (self.tools or self.environments):
             return self.make_forks()
-        # Turn trees fork their branches again after the first round.
+        # With several rounds, turn trees also fork their branches. For that, the engine must keep the states of the
+        # branches' environments.
         return self.make_agent_forks(
             keep_states=any(getattr(one.args, "num_rounds", 1) > 1 for one in options.values())
         )
@@ -416,11 +419,14 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         longest_texts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
         return max(map(len, self.encode_prompts(longest_texts)))
 
+    # The next methods, up to `running`, are documented in `rows/policy.py`.
+
     def generate(self, prefixes, max_new_tokens, parts=None):
         config = self.generation_config
         self.generation_config = copy.deepcopy(config)
         self.generation_config.max_new_tokens = max_new_tokens
-        self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
+        # A last chunk of one token would look like a sampling step to `sampling.generation.recorded`.
+        self.generation_config.prefill_chunk_size = None
         model = self.accelerator.unwrap_model(self.model)
         counted = nullcontext() if parts is None else counted_from_the_start(model, prefixes, parts)
         try:
@@ -451,6 +457,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         return self._compute_loss(model, rows)
 
     def _sync_weights(self) -> None:
+        """Send the weights to vLLM, unless vLLM already has the weights of this training step."""
         if self.state.global_step != self._last_loaded_step:
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
@@ -474,7 +481,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             in_pass.num_generations = other.rows.group_size
             # These rows are finished: TRL must reset no environment and call no tool for them.
             in_pass.tools, in_pass.environments, in_pass.environment_factories = [], other.environments, None
-            # TRL samples nothing for a `rollout_func`: it decodes and scores its rollouts, and uses their mask.
+            # With a `rollout_func`, TRL samples nothing. It decodes and scores the rows that the function returns, and
+            # takes `env_mask` as their loss mask.
             finished = {
                 "prompt_ids": other.rows.prompt_ids,
                 "completion_ids": other.rows.completion_ids,
@@ -513,7 +521,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         sample_and_score, logs = super()._generate_and_score_completions, self._logs
         if self.is_training:
             self.replaced.follow()
-            if self.rounds is not None:
+            if self.rounds is not None:  # the table must hold the rows of all rounds
                 self._logs = self.table.begin(logs)
             return Step(self, sample_and_score, self._logs, self._metrics["train"]).run(inputs)
         if not self.log_completions:
@@ -544,11 +552,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.forks.set_limit()
             if training:
                 self.forks.begin(self.main_examples, self.given_examples, len(prompts))
-        turns = self.turns if self.tools else None
-        num_before = self.sample.tokens.own
+        turns = self.turns if self.tools else None  # without tools, TRL runs no tool loop
+        count_before = self.sample.tokens.own
         with nullcontext() if turns is None else turns.following(prompts):
             result = super()._generate(prompts)
-        if training and self.rollout_func is not None and self.sample.tokens.own == num_before:
+        if training and self.rollout_func is not None and self.sample.tokens.own == count_before:
             # The `rollout_func` did not sample through the trainer, so count the tokens that it returned.
             self.sample.tokens.add_returned(*result[1:3])
         self.packing.check_lengths(*result[:2])
@@ -577,7 +585,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         if self.turns is None:
             return self._turn(prompt_ids, plain)
         turn_rows = self.turns.begin(prompt_ids)
-        if not turn_rows.contexts:
+        if not turn_rows.contexts:  # every row for which TRL asks must end
             return self.turns.end(turn_rows, ([], None))
         with self.turns.budgeted(turn_rows):
             sampled = self._turn(turn_rows.contexts, plain)
@@ -687,7 +695,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.is_training or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Run the backward passes of streams here. TRL runs the pass of the main rows, with the returned loss.
+        # Run the backward passes of streams here. TRL runs the backward pass of the main rows, with the returned loss.
+        # The returned loss also contains the losses of streams, without gradient, so that the logged loss is the sum.
         accumulated = self.current_gradient_accumulation_steps
         extra = self.stream_training.backward(
             model, self._step % self.args.steps_per_generation, num_accumulated=accumulated

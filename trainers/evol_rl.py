@@ -67,24 +67,28 @@ class EvolRLTrainer(ExplorationTrainer):
         start = time.perf_counter()
         texts = [completion_text(completion) for completion in self.credit.completions]
         answers = [answer_key(text) for text in texts]
-        deciding = self.ranks.local(self.scorer.success(rewards_per_func))
+        deciding = self.ranks.local(self.scorer.success(rewards_per_func))  # rewards that decide about success, `(B,)`
         known, right = self._classes(answers, deciding)
         similarity = [torch.eye(0)] * (len(texts) // size)  # an empty matrix for groups without novelty
         novelty = [0.0 if has_class else math.nan for has_class in known]
         rewards: list[float] = []
-        for g in range(0, len(texts), size):
-            rows = [row for row in range(g, g + size) if known[row]]
+        for first in range(0, len(texts), size):
+            rows = [row for row in range(first, first + size) if known[row]]
             if args.novelty_band > 0 and len(rows) > 1:
-                similarity[g // size] = similarities(self.embed([reasoning(texts[row]) for row in rows]))
-                of_class = [right[row] for row in rows]
-                found = novelties(similarity[g // size], of_class)
+                similarity[first // size] = similarities(self.embed([reasoning(texts[row]) for row in rows]))
+                is_right = [right[row] for row in rows]
+                scores = novelties(similarity[first // size], is_right)
                 if args.novelty_scores == "shuffled":
-                    found = shuffled_in_classes(found, of_class, generator=self.exploration_generator)
-                for row, value in zip(rows, found, strict=True):
-                    novelty[row] = value
-            of_group = novelty[g : g + size] if len(rows) > 1 else [math.nan] * size
-            rewards += band_rewards(of_group, right[g : g + size], width=args.novelty_band)
+                    scores = shuffled_in_classes(scores, is_right, generator=self.exploration_generator)
+                for row, score in zip(rows, scores, strict=True):
+                    novelty[row] = score
+            group_novelty = novelty[first : first + size]
+            if len(rows) < 2:
+                # A single answer is no majority. With NaN, `band_rewards` gives every row the reward -1.
+                group_novelty = [math.nan] * size
+            rewards += band_rewards(group_novelty, right[first : first + size], width=args.novelty_band)
         if args.correctness == "reward":
+            # A row without a reward stays without one, so it does not count in GRPO's means.
             rewards = [reward if has_class else math.nan for has_class, reward in zip(known, rewards, strict=True)]
         self._columns = {
             "answer": ["" if answer is None else str(answer) for answer in answers],
@@ -96,16 +100,20 @@ class EvolRLTrainer(ExplorationTrainer):
         return as_columns(totals, rewards_per_func, self.reward_weights)
 
     def _classes(self, answers: list[Any], deciding: torch.Tensor) -> tuple[list[bool], list[bool]]:
-        """Return which rows have a class, and which rows are right, `[B]` each."""
+        """Return which rows have a class, and which rows are right, `[B]` each. A row has a class if it has an answer,
+        or with `correctness="reward"`, if it has a reward."""
         size = self.num_generations
         if self.args.correctness == "reward":
             return (~deciding.isnan()).tolist(), succeeded(deciding, threshold=self.args.success_threshold).tolist()
         known, right = [], []
-        for g in range(0, len(answers), size):
-            majority = majority_answer(answers[g : g + size])
-            for answer in answers[g : g + size]:
+        for first in range(0, len(answers), size):
+            group_answers = answers[first : first + size]
+            majority = majority_answer(group_answers)
+            num_answers = sum(answer is not None for answer in group_answers)
+            for answer in group_answers:
                 known.append(answer is not None)
-                right.append(answer is not None and answer == majority)
+                # A single answer is no majority.
+                right.append(num_answers > 1 and answer is not None and answer == majority)
         return known, right
 
     def _log(
@@ -116,15 +124,16 @@ class EvolRLTrainer(ExplorationTrainer):
         similarity: list[torch.Tensor],
         seconds: float,
     ) -> None:
-        """Log metrics of votes and novelty over all processes. `similarity` has the matrix of each group."""
+        """Log metrics of votes and novelty over all processes. `known` and `right` are the result of `_classes`.
+        `similarity` has one matrix per group."""
         size = self.num_generations
         judged = []  # rewards of the rows that count as right
         for value, is_right in zip(deciding, right, strict=True):
             if is_right and not math.isnan(value):
                 judged.append(value)
         num_votes = 0  # groups with at least two answers
-        for g in range(0, len(known), size):
-            num_votes += sum(known[g : g + size]) > 1
+        for first in range(0, len(known), size):
+            num_votes += sum(known[first : first + size]) > 1
         # Similarities above the diagonal, so that each pair counts once.
         pairs = [matrix[torch.ones_like(matrix).triu(1).bool()] for matrix in similarity]
         total = self.ranks.summed(

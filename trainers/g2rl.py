@@ -57,11 +57,11 @@ class GradientGuided(ExplorationTrainer):
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         args, size = self.args, self.num_generations
         rewards_per_func = super().shape_rewards(rewards_per_func)
-        deciding = self.scorer.success(rewards_per_func)
-        worth = deciding
+        deciding = self.scorer.success(rewards_per_func)  # rewards that decide about success, `(N,)`
+        raw = deciding
         if args.reward_mapping == "none":
-            worth = self.scorer.totals(rewards_per_func)
-        mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold, group_size=size)
+            raw = self.scorer.totals(rewards_per_func)
+        mapped = map_rewards(raw, args.reward_mapping, threshold=args.success_threshold, group_size=size)
         if self.features is None:
             if args.reward_mapping == "none":
                 return rewards_per_func
@@ -94,8 +94,8 @@ class GradientGuided(ExplorationTrainer):
 
     def _shuffled(self, nu: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Return novelties `(N,)`, shuffled among the `valid` rows of each group."""
-        # Several processes may have rows of one group. So every process samples keys for its own rows, and gathers
-        # all.
+        # Several processes may have rows of one group, and all must use the same order. So every process samples
+        # random keys for its own rows only, and gathers the keys of all processes.
         keys = torch.rand(len(self.ranks.local(nu)), generator=self.exploration_generator).to(self.accelerator.device)
         return shuffle_in_groups(nu, self.ranks.gather(keys), self.num_generations, valid=valid)
 

@@ -52,6 +52,7 @@ class GeometryCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # TRL shuffles the rows after it has scored them. So watch the scoring, where groups are still together.
+        self._end()  # an earlier call of `train` may have been interrupted
         self._end = watch(self.trainer, "scored", self._seen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -70,15 +71,15 @@ class GeometryCallback(TrainerCallback):
         loss_mask = output["completion_mask"] * output.get("tool_mask", 1)
         prompts, completions, masks = [], [], []
         for row in range(len(prompt_mask)):
-            # TRL masks all tokens of a truncated completion, so its length is 0 here. Keep one token, so that the row
-            # exists. It does not count, because its loss mask is 0.
+            # With `mask_truncated_completions`, TRL masks all tokens of a truncated completion, so its length is 0. A
+            # row cannot be empty, so keep one token. This token does not count, because its loss mask is 0.
             length = max(1, int(completion_mask[row].sum()))
             prompts.append(output["prompt_ids"][row][prompt_mask[row]].tolist())
             completions.append(output["completion_ids"][row][:length].tolist())
             masks.append(loss_mask[row][:length].tolist())
         features = self.features.gathered(FeatureRows(prompts, completions, masks))
-        # The weights of binary rewards need only the signs of the advantages: the better completions of a group have
-        # positive advantages.
+        # `novelty_scores` needs rewards, but TRL's output has only advantages. Their signs stand for rewards of -1 and
+        # +1, because the better completions of a group have positive advantages.
         advantages = output["advantages"]
         if advantages.dim() == 2:
             advantages = advantages.sum(1)

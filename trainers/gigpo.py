@@ -52,32 +52,32 @@ class GiGPOTrainer(ExplorationTrainer):
             return advantages
         prompt_ids, completion_ids = row_tokens(output)
         masks = loss_mask(output).tolist()
-        steps = []  # first token, end and state of each step of each row
+        steps = []  # first token, end and observation (tokens before the step) of each step of each row
         for row_ids_and_mask in zip(prompt_ids, completion_ids, masks, strict=True):
             steps.append(shown_tokens(*row_ids_and_mask))
         rewards = self.ranks.local(self.scorer.totals()).tolist()
-        shown = []  # tokens before each step of each row
-        for spans in steps:
-            shown.append([before for _, _, before in spans])
+        observations = []
+        for row_steps in steps:
+            observations.append([observation for _, _, observation in row_steps])
         states: list[list[int]] = []
         self._steps = []
-        for g in range(0, len(steps), size):
-            group = self._states(shown[g : g + size])
-            states += group
+        for first in range(0, len(steps), size):
+            group_states = self._states(observations[first : first + size])
+            states += group_states
             self._steps += step_advantages(
-                rewards[g : g + size], group, discount=args.step_discount, scale=args.step_scale
+                rewards[first : first + size], group_states, discount=args.step_discount, scale=args.step_scale
             )
         self._log_steps(states)
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
-        for row, (spans, own) in enumerate(zip(steps, self._steps, strict=True)):
-            for (start, stop, _), advantage in zip(spans, own, strict=True):
-                advantages[row, start:stop] += args.step_weight * advantage
+        for row, (row_steps, row_advantages) in enumerate(zip(steps, self._steps, strict=True)):
+            for (start, end, _), advantage in zip(row_steps, row_advantages, strict=True):
+                advantages[row, start:end] += args.step_weight * advantage
         return advantages
 
     def _states(self, shown: list[list[list[int]]]) -> list[list[int]]:
-        """Return the number of the state of each step of a prompt's trajectories. `shown` has the tokens before each
-        step."""
+        """Return the id of the state in which each step of a prompt's trajectories starts. Equal ids are the same
+        state. `shown` has the tokens before each step."""
         args = self.args
         if args.state_similarity is None:
             keys = []
@@ -91,27 +91,29 @@ class GiGPOTrainer(ExplorationTrainer):
             states = similar_states(texts, threshold=args.state_similarity)
         if args.step_states == "shown":
             return states
+        # The control experiment: groups of the same sizes as above, but of random steps.
         return shuffled_states(states, generator=self.exploration_generator)
 
     def _log_steps(self, states: list[list[int]]) -> None:
-        """Log metrics of the steps of all processes. `states` has the state of each step of each row."""
+        """Log metrics of the steps of all processes. `states` has the id of the state of each step of each row."""
         num_states = num_shared = 0
-        for g in range(0, len(states), self.num_generations):
+        # The same id means different states in different groups, so count each group separately.
+        for first in range(0, len(states), self.num_generations):
             sizes: Counter[int] = Counter()  # number of steps by state
-            for row in states[g : g + self.num_generations]:
+            for row in states[first : first + self.num_generations]:
                 sizes.update(row)
             num_states += len(sizes)
             num_shared += sum(size for size in sizes.values() if size > 1)
-        sizes_of_advantages: list[float] = []
+        absolute_advantages: list[float] = []
         for advantages in self._steps:
-            sizes_of_advantages.extend(map(abs, advantages))
+            absolute_advantages.extend(map(abs, advantages))
         total = self.ranks.summed(
             {
                 "rows": len(states),
                 "steps": sum(map(len, states)),
                 "states": num_states,
                 "shared": num_shared,
-                "credit": sum(sizes_of_advantages),
+                "credit": sum(absolute_advantages),
             }
         )
         number = max(total["steps"], 1)

@@ -62,7 +62,7 @@ def check_arguments(
         )
     if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
         field = "tools" if tools else "environment_factory"
-        if args.explore is not None:
+        if args.explore is not None:  # then this field samples rows, and not the trainer's class
             name = f"`explore={args.explore!r}`"
         raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
     if (tools or environment_factory is not None) and args.max_completion_length is None:
@@ -88,7 +88,8 @@ def check_arguments(
             "leave it out, or use ExplorationTrainer or DeepGRPOTrainer."
         )
     options = args.generation_kwargs or {}
-    beams, copies = options.get("num_beams") or 1, options.get("num_return_sequences") or 1
+    beams = options.get("num_beams") or 1
+    copies = options.get("num_return_sequences") or 1
     if copies > 1:
         raise ValueError(
             f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "
@@ -108,23 +109,27 @@ def check_arguments(
         )
     if args.use_vllm and requires.samples:
         _check_vllm(name, args)
-    rows = args.per_device_train_batch_size * args.steps_per_generation
+    num_rows = args.per_device_train_batch_size * args.steps_per_generation  # of a generation batch, on one process
     who, needs_whole_groups = name, requires.whole_groups
+    # These fields drop, replace or move rows by group, and all processes must end with the same number of rows. So
+    # they need whole groups, whatever the method requires. The error names the first field in use.
     in_use = {
         "dynamic_sampling": args.dynamic_sampling == "refill",
         "budget": args.budget != "uniform",
         "trained_generations": args.trained_generations is not None,
     }
-    if any(in_use.values()):
-        field = next(field for field, is_used in in_use.items() if is_used)
-        who, needs_whole_groups = f"{name} with `{field}={getattr(args, field)!r}`", True
-    if needs_whole_groups and rows % args.num_generations:
+    for field, is_used in in_use.items():
+        if is_used:
+            who, needs_whole_groups = f"{name} with `{field}={getattr(args, field)!r}`", True
+            break
+    if needs_whole_groups and num_rows % args.num_generations:
         raise ValueError(
             f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
             f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
             f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
             f"`num_generations={args.num_generations}`. Change one of the three."
         )
+    # Data need no prompts if an environment defines the task.
     if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
         columns = row_columns(train_dataset)
         if columns is not None and "prompt" not in columns:

@@ -78,6 +78,7 @@ class FittingTable:
 
 
 def _width(table: Any, console: Any) -> int:
+    """Return the width that a table needs if nothing is cut off. Measure it in a console that is wide enough."""
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 

@@ -36,7 +36,7 @@ from datasets import load_dataset
 from huggingface_hub import ModelCard, close_session, snapshot_download
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from world import make_dataset, make_model, make_trainer, parameters, saved_model
 
 from trl_explore.cli import main
@@ -256,6 +256,25 @@ def methods():
         ModelCard.load(root / name / "README.md").validate()
         results[name] = (root / name / "README.md").read_text()
     return results
+
+
+def draft():
+    """A push to another branch in the middle of a run, whose checkpoints go to the branch of the configuration."""
+
+    class PushesDraft(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.push_to_hub(revision="draft")
+
+    trainer = deep("draft", save_strategy="steps", save_steps=2, hub_always_push=True, callbacks=[PushesDraft()])
+    trainer.train()
+    sent, kept = load(hub.files("me/draft")["model.safetensors"]), weights(root / "draft" / "checkpoint-2")
+    return {
+        "equal": all(torch.equal(sent[name], kept[name]) for name in sent),
+        "files on draft": files("draft", "draft"),
+        "card on draft": card("draft", "draft"),
+        "card on main": card("draft"),
+    }
 
 
 def command():

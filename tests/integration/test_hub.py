@@ -26,7 +26,7 @@ def run(folder, *scenarios):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("hub"), "whole", "adapter", "late", "refusals")
+    return run(tmp_path_factory.mktemp("hub"), "whole", "adapter", "late", "refusals", "draft")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,12 @@ def test_an_adapter_is_published_alone_on_its_branch_in_a_private_repository(res
     assert adapter["base"].startswith("small-world-")
     assert metadata(adapter["card"])["library_name"] == "peft"
     assert 'PeftModel.from_pretrained(base, "me/adapter", revision="dev")' in adapter["card"]
+
+
+def test_checkpoints_after_a_push_to_another_branch_go_to_their_own(results):
+    draft = results["draft"]
+    assert draft["equal"] and draft["files on draft"] == ALL
+    assert 'revision="draft"' in draft["card on draft"] and "draft" not in draft["card on main"].split("```python")[1]
 
 
 def test_a_push_that_fails_loses_nothing_and_is_repeated_by_its_command(results):

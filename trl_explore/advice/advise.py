@@ -8,12 +8,12 @@ from trl_explore.advice.signs import Pair, Signs
 from trl_explore.auto.estimates import PLAIN
 from trl_explore.methods import METHODS
 
-MANY = 0.7  # share of groups without contrast from which they are the main problem
-FEW = 1 / 3  # share of groups without contrast up to which nearly all groups teach
+MANY = 0.7  # groups without contrast are the main problem if at least this share of the groups has no contrast
+FEW = 1 / 3  # groups without contrast are no problem if at most this share of the groups has no contrast
 SOME_WRONG = 0.25  # exploring is advised if at least this share of the groups without contrast is all wrong
-CUT = 0.1  # share of completions that are cut off, from which a finding reports it
-MANY_CUT = 0.3  # share of completions that are cut off, from which this is the verdict
-LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
+CUT = 0.1  # a finding reports cut completions if at least this share of the completions is cut off
+MANY_CUT = 0.3  # the verdict is about cut completions if at least this share of the completions is cut off
+LOST = 0.15  # a finding reports lost entropy if at most this share of the initial entropy is left
 FALL = 0.02  # decrease of pass@k above which it counts as falling
 EXPLORED = 0.02  # share of explored prompts below which a run does not show whether exploring helps
 CONTRAST = "docs/evidence.md#do-groups-have-contrast"
@@ -256,8 +256,8 @@ def _findings(signs: Signs) -> Iterator[Finding]:
                 FALLING_PASS_AT_K,
             )
     ends = {name: pair.end for name, pair in values.items()}
-    for row in METHODS.values():
-        for remark in row.remarks(ends):
+    for method in METHODS.values():
+        for remark in method.remarks(ends):
             yield Finding(*remark)
 
 

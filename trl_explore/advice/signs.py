@@ -26,7 +26,7 @@ ROUNDING = 1e-6  # of a logged reward
 # Rewards of 0 and 1 with mean m have variance m (1 - m), times N / (N - 1) over N completions. A log that averages
 # several batches shows less. Below these shares of m (1 - m), some rewards lie between 0 and 1.
 LEAST_VARIANCE, LEAST_VARIANCE_OF_AVERAGES = 0.4, 0.25
-MOST_VARIANCE = 1.5  # above this share, some rewards lie outside
+MOST_VARIANCE = 1.5  # above this share, some rewards are below 0 or above 1
 
 
 class Pair(NamedTuple):
@@ -49,10 +49,10 @@ class Signs:
         pass_at (`dict[int, Pair]`):
             Pass@k by k, at the first evaluation and at the last.
         all_wrong (`Pair`, *optional*):
-            Share of groups whose completions are all worth 0 or less, from the completions tables. None if a
-            reward lies between 0 and 1, or if rewards have several values up to 0 or from 1 on.
+            Share of groups in which every completion has a reward of at most 0, from the completions tables. None
+            if [`shares_of_groups`] returns None.
         all_right (`Pair`, *optional*):
-            Share of groups whose completions are all worth 1 or more.
+            Share of groups in which every completion has a reward of at least 1. None if `all_wrong` is None.
         plain (`bool`, *optional*, defaults to `True`):
             True if it is a run of GRPO: the trainer changes none of GRPO's steps.
         same_reward (`float`, *optional*):
@@ -109,8 +109,11 @@ class Signs:
 
     @property
     def contrast_cost(self) -> Pair | None:
-        """Tokens of GRPO's completions per completion in a group with contrast. None if the logs do not show it: some
-        methods and `dynamic_sampling` generate more tokens, and without any contrast the cost is infinite."""
+        """Tokens of all of GRPO's completions, divided by the number of completions in groups with contrast.
+
+        None if a metric is not logged, or if no group has contrast at the start or at the end. None too if the run
+        used `dynamic_sampling`, or a method that generates tokens which `completions/mean_length` does not count.
+        """
         length, equal = self.values.get("completions/mean_length"), self.values.get("frac_reward_zero_std")
         samples_more = "selection/discarded_tokens" in self.values or not (self.plain or self.sources)
         if samples_more or length is None or equal is None or max(equal) >= 1:
@@ -169,7 +172,13 @@ def read_signs(path: Path) -> Signs:
     shares = shares_of_groups(tables, _reward_names([signs.values]))
     if shares is None:
         return signs
-    return replace(signs, all_wrong=shares[0], all_right=shares[1])
+    wrong, right = shares
+    values = dict(signs.values)
+    logged = _numbers(history, "frac_reward_zero_std")
+    if logged and set(logged) <= {0.0, 1.0}:
+        # With `scale_rewards="batch"`, TRL logs 0 if any group of the batch has contrast, and else 1. So count groups.
+        values["frac_reward_zero_std"] = Pair(wrong.start + right.start, wrong.end + right.end)
+    return replace(signs, values=values, all_wrong=wrong, all_right=right)
 
 
 def find_state(path: Path) -> Path:
@@ -312,9 +321,9 @@ def _may_be_zero_or_one(steps: Sequence[Mapping[str, Any]]) -> bool:
     variance = sum(entry["reward_std"] ** 2 for entry in known)
     if variance_if_zero_or_one <= ROUNDING:
         return variance <= ROUNDING
-    numbers = [entry.get("step") for entry in steps]
-    first = numbers[0] or 0
-    every_step = numbers == list(range(first, first + len(numbers)))
+    step_numbers = [entry.get("step") for entry in steps]
+    first = step_numbers[0] or 0
+    every_step = step_numbers == list(range(first, first + len(step_numbers)))  # so no entry averages several batches
     least = LEAST_VARIANCE if every_step else LEAST_VARIANCE_OF_AVERAGES
     return least <= variance / variance_if_zero_or_one <= MOST_VARIANCE
 
@@ -343,8 +352,9 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
             Names of the reward functions; their sum is a completion's reward.
 
     Returns:
-        `tuple[Pair, Pair]` or `None`: None if there are no such tables. None too if the rewards have more than one
-        value up to 0, more than one from 1 on, or any between: then they do not say which completions are wrong.
+        `tuple[Pair, Pair]` or `None`: None if there are fewer than two tables, or if a column is missing. None too if
+        the rewards do not show which completions are wrong. That is the case if a reward lies between 0 and 1, if
+        there are several different rewards of at most 0, or several different rewards of at least 1.
     """
     import pandas
 
@@ -354,8 +364,8 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
     part = max(1, len(files) // SHARE)
     wrong, right = [], []
     values: set[float] = set()
-    for some in (files[:part], files[-part:]):
-        table = pandas.concat([pandas.read_parquet(file) for file in some])
+    for files_of_end in (files[:part], files[-part:]):
+        table = pandas.concat([pandas.read_parquet(file) for file in files_of_end])
         if not {"step", "prompt", *rewards} <= set(table.columns):
             return None
         total = table.assign(prompt=table["prompt"].astype(str), total=table[list(rewards)].sum(axis=1))
@@ -364,6 +374,7 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
         wrong.append(float((groups["max"] <= 0).mean()))
         right.append(float((groups["min"] >= 1).mean()))
     num_low, num_high = sum(value <= 0 for value in values), sum(value >= 1 for value in values)
-    if num_low > 1 or num_high > 1 or num_low + num_high < len(values):
+    num_between = len(values) - num_low - num_high
+    if num_low > 1 or num_high > 1 or num_between > 0:
         return None
     return Pair(*wrong), Pair(*right)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trl.trainer.utils import nanstd
-
 from trl_explore.agent_trees.credit import leaf_advantages
 from trl_explore.agent_trees.nodes import Span, draw_leaves, draw_nodes
 from trl_explore.agents.environments import environment_error
@@ -32,7 +30,8 @@ class AgentTree:
     branches: list[Branch] = field(default_factory=list)  # all leaves but the main row
 
     def add(self, branch: Branch) -> None:
-        """Add a leaf."""
+        """Add a leaf. It can be forked at the turns after `branch.turn`. Up to this turn, it has the same nodes as an
+        earlier leaf."""
         leaf = branch.as_trajectory()
         self.branches.append(branch)
         self.leaves.append(leaf)
@@ -40,7 +39,8 @@ class AgentTree:
 
 
 class TurnTreeExplorer(BranchExplorer):
-    """Expands every explored main row into a tree of turns. Compares leaves in their prompt and in their tree."""
+    """Expands every explored main row into a tree of turns. Compares each leaf with all leaves of its prompt, and with
+    the leaves of its tree."""
 
     name = "turn_trees"
     credits_main_rows = True
@@ -80,7 +80,7 @@ class TurnTreeExplorer(BranchExplorer):
         return Branches(rows, advantages, main_advantages)
 
     def grow(self, groups: Sequence[ScoredGroup]) -> None:
-        """Expand the main rows, round by round, and keep the leaves that are trained."""
+        """Make `trees`: expand the main rows round by round, and then keep only the leaves that are trained."""
         args, generator = self.args, self.policy.exploration_generator
         self.trees = {}
         for group in groups:
@@ -113,18 +113,19 @@ class TurnTreeExplorer(BranchExplorer):
         args, credit = self.args, {}
         std = 1.0
         if args.scale_rewards == "batch":
-            std = nanstd(self.scorer.totals()).item() + 1e-4
+            std = self.batch_deviation(branch for tree in self.trees.values() for branch in tree.branches)
         scale = "group" if args.scale_rewards == "group" else "none"
         for group in groups:
-            rewards = []
-            for place, reward in enumerate(group.rewards):
-                rewards.append([reward])
+            rewards_by_tree = []
+            for place, main_reward in enumerate(group.rewards):
+                leaf_rewards = [main_reward]
                 tree = self.trees.get(group.first_row + place)
-                if tree is not None:
-                    rewards[-1] += map(self.total_reward, tree.branches)
-            if all(len(leaf_rewards) == 1 for leaf_rewards in rewards):
-                continue
-            advantages = leaf_advantages(rewards, intra_weight=args.intra_weight, scale=scale)
+                if tree is not None:  # None: the environment of the main row raised
+                    leaf_rewards += map(self.total_reward, tree.branches)
+                rewards_by_tree.append(leaf_rewards)
+            if all(len(leaf_rewards) == 1 for leaf_rewards in rewards_by_tree):
+                continue  # without branches, GRPO's advantages stay
+            advantages = leaf_advantages(rewards_by_tree, intra_weight=args.intra_weight, scale=scale)
             for place, values in enumerate(advantages):
                 credit[group.first_row + place] = [value / std for value in values]
         return credit

@@ -12,7 +12,8 @@ import torch
 
 
 class Span(NamedTuple):
-    """Turns of a leaf at which it can be forked: the turns that it does not share with an earlier leaf of its tree."""
+    """Turns at which a leaf can be forked. An earlier leaf of its tree must not have the same tokens before the turn,
+    because each node would then be listed twice."""
 
     first: int  # from 0
     end: int  # exclusive
@@ -29,7 +30,7 @@ def open_nodes(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def draw_nodes(spans: Sequence[Span], number: int, *, generator: torch.Generator) -> dict[tuple[int, int], int]:
-    """Draw `number` nodes with replacement. Return the number of times that each drawn node is expanded."""
+    """Sample `number` nodes with replacement. Return the number of times that each sampled node is expanded."""
     nodes = open_nodes(spans)
     drawn: dict[tuple[int, int], int] = {}
     for place in torch.randint(len(nodes), (number,), generator=generator).tolist():
@@ -38,8 +39,8 @@ def draw_nodes(spans: Sequence[Span], number: int, *, generator: torch.Generator
 
 
 def draw_leaves(num_branches: int, number: int | None, *, generator: torch.Generator) -> list[int]:
-    """Draw the branches of a tree that are trained: `number - 1`, because the main row is also a leaf. Return their
-    indices, ascending. None trains all."""
+    """Sample the branches of a tree that are trained. Return their indices, ascending. `number` is the number of
+    trained leaves. The main row is one of them, so at most `number - 1` branches are trained. None: all are."""
     if number is None or number > num_branches:
         return list(range(num_branches))
     return sorted(torch.randperm(num_branches, generator=generator)[: number - 1].tolist())

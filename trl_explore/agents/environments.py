@@ -19,6 +19,7 @@ from trl_explore.agents.watch import fits
 ERROR = "_trl_explore_error"
 FAILED_METHOD = "_trl_explore_failed_method"
 FALLBACKS = {"reset": None, "get_reward": 0.0}  # values that a failed call returns instead of raising
+# True while a guarded call runs. Calls that the environment makes to its own methods in this time are not guarded.
 _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
 
 
@@ -137,7 +138,7 @@ def _guarded_method(name: str, method: Callable) -> Callable:
         if begin_call(self):
             with _recorded(self, name):
                 return method(self, *args, **kwargs)
-        return FALLBACKS[name]
+        return FALLBACKS[name]  # the method was not called, or `_recorded` has caught its exception
 
     @functools.wraps(method)
     async def call_async(self, *args, **kwargs):
@@ -146,7 +147,7 @@ def _guarded_method(name: str, method: Callable) -> Callable:
         if begin_call(self):
             with _recorded(self, name):
                 return await method(self, *args, **kwargs)
-        return FALLBACKS[name]
+        return FALLBACKS[name]  # the method was not called, or `_recorded` has caught its exception
 
     return call_async if inspect.iscoroutinefunction(method) else call
 

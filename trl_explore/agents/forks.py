@@ -46,7 +46,7 @@ class AgentForks(Forks):
             Returns the maximum number of rounds of tool calls, or None for no limit. By default, TRL's
             `max_tool_calling_iterations`.
         keep_states (`bool`, *optional*, defaults to `False`):
-            True if branches can be forked again.
+            If True, keep the states of the environments of branches, so that branches can be forked again.
         environment_state (`str`, *optional*, defaults to `"auto"`):
             Way to keep the states of environments, see [`~trl_explore.agents.snapshots.choose_state`].
     """
@@ -72,8 +72,9 @@ class AgentForks(Forks):
         self.tool_loop: ToolLoopAccess = turns.tool_loop
         self.most_rounds = most_rounds or (lambda: policy.args.max_tool_calling_iterations)
         self.keep_states = keep_states
-        self._stopped: set[int] | None = None  # branches that may call no further tool; None outside branching
         self._branches: list[Branch] = []  # branches in the tool loop
+        # Indices in `_branches` of the branches that may call no further tool. None if no branch is in the tool loop.
+        self._stopped: set[int] | None = None
         # Every process counts the calls of all processes, so that all of them stop together.
         self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
         self._warned = False
@@ -107,7 +108,8 @@ class AgentForks(Forks):
         """
         self.states.begin(examples, given, num_rows)
         self.watch.reset()
-        if self.tool_loop.environments and not self.tool_loop.tools:  # without tools, turn 0 is the only turn
+        if self.tool_loop.environments and not self.tool_loop.tools:
+            # Without tools, `before_turn` gets no turn and keeps nothing. The completion is turn 0, the only turn.
             self.states.keep(0, list(range(num_rows)))
 
     def before_turn(self) -> None:
@@ -306,8 +308,8 @@ class AgentForks(Forks):
 
     @contextmanager
     def _branch_loop(self, branches: list[Branch]) -> Iterator[set[int]]:
-        """Let TRL's tool loop work on branches, with their environments. Yield a set, to which branches are added that
-        are stopped at the limit of tool calls."""
+        """Let TRL's tool loop work on branches, with their environments. Yield a set that is filled while the loop
+        runs: the indices of the branches that have reached the limit of tool calls."""
         tool_loop, rows = self.tool_loop, [branch.row for branch in branches]
         stopped: set[int] = set()
         environments = names = None
@@ -357,8 +359,8 @@ class AgentForks(Forks):
         return call
 
     def _is_over(self, place: int) -> bool:
-        """Return whether a branch has reached the limit of rounds of tool calls. The rounds in its prefix count, and
-        also calls of unknown tools."""
+        """Return whether the branch at index `place` has reached the limit of rounds of tool calls. If so, add the
+        index to `_stopped`. The rounds in its prefix count, and also rounds that call only unknown tools."""
         assert self._stopped is not None
         num_rounds = self._branches[place].turn
         if self.turns.turn:
@@ -379,5 +381,6 @@ class AgentForks(Forks):
 
 
 def _describe(error: BaseException | None) -> str:
-    """Describe the last error of this process. None if only other processes have one."""
+    """Return a clause with the last error of this process. If `error` is None, the errors were in other processes, so
+    refer to these."""
     return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"

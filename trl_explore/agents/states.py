@@ -16,7 +16,7 @@ from trl_explore.forks.trajectories import Message, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 
-CHECKED_ROWS = 8  # number of trajectories on which a tool's answers are checked, before its environment is trusted
+CHECKED_ROWS = 8  # a tool is not checked any more after its answers agreed on this number of trajectories
 
 
 class KeptStates:
@@ -45,11 +45,13 @@ class KeptStates:
         if tool_loop.factories is not None:
             self._kinds = {name: choose_state(pool[0], wanted) for name, pool in tool_loop.pool.items()}
         self._spares: dict[Any, list[Any]] = {}  # environments for branches, by environment name
-        self._num_used: dict[Any, int] = {}  # number of these that branches of the current call have
+        # Number of environments in `_spares` that the current call has given to branches, by environment name.
+        self._num_used: dict[Any, int] = {}
         # Number of trajectories on which a tool answered as before, by names of environment and tool.
         self._agreed: Counter[tuple[Any, str]] = Counter()
         self._checked = True  # True if the states of this batch were checked
-        self._trusted: set[Any] = set()  # names of environments that are not checked any more
+        # Names of environments that are not checked any more, because a check has found a difference and warned.
+        self._trusted: set[Any] = set()
         self._chosen: set[Any] = set()  # names of environments for which the kind was chosen after a `reset`
 
     def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
@@ -111,7 +113,8 @@ class KeptStates:
         return state
 
     def _copy_row(self, environment: Any, copied: Any, memo: dict[int, Any]) -> None:
-        """Copy the row of an environment for its copy, with the `memo` of that copy."""
+        """Store a copy of the row of `environment` as the row of `copied`. `memo` is the memo with which `copied` was
+        made, so that an object in both the environment and its row is copied once."""
         row = self.row_of(environment)
         if row is not None:
             self._rows[id(copied)] = copied, own_copy(row, memo)
@@ -171,11 +174,11 @@ class KeptStates:
 
     def check(self, trajectories: list[Trajectory], failed: list[bool]) -> None:
         """
-        Check the kept states: make the calls that followed them again, and compare the answers.
+        Check the kept states: repeat the tool calls of the rollout from these states, and compare the answers.
 
-        An answer differs if the kept state shares an object with the environment that went on. The check runs once per
-        batch, before its branches are sampled. By then rewards are known, so calls cannot change them. Every process
-        must call it.
+        An answer differs if the kept state shares an object with the environment, which later calls have changed. The
+        check runs once per batch, before its branches are sampled. By then rewards are known, so calls cannot change
+        them. Every process must call it.
         """
         if self._checked or not self.tool_loop.tools or self.tool_loop.factories is None:
             return

@@ -1,4 +1,5 @@
-"""Follow TRL's tool loop turn by turn: rows that get a turn, its maximum length, and environments that have failed."""
+"""Follow TRL's tool loop turn by turn: the rows that get a turn, the maximum number of tokens of the turn, and the
+environments that have failed."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -112,8 +113,8 @@ class LoopLists:
     num_messages: list[int] = field(default_factory=list)  # length of `prompts` at the last call of `advance`
 
     def advance(self) -> list[int]:
-        """Return the rows that have got new messages since the last call. TRL asks for a turn of these rows, because
-        it removes the new messages of rows that may not continue."""
+        """Return the rows that have got new messages since the last call. These are the rows for which TRL asks for a
+        turn. The other rows called no tool, or became too long, so that TRL has removed their new messages."""
         before = self.num_messages
         self.num_messages = [len(prompt) for prompt in self.prompts]
         return [row for row, number in enumerate(self.num_messages) if number > before[row]]
@@ -212,6 +213,8 @@ class Turns:
             completion_ids[place] = token_ids[i]
             if logprobs is not None:
                 all_logprobs[place] = logprobs[i]
+        # If no row got a turn, the caller passes None without knowing whether the backend reports log-probabilities.
+        # Return empty lists then: TRL reads them if the backend reports log-probabilities, and else ignores them.
         if logprobs is None and turn_rows.places:
             return completion_ids, None
         return completion_ids, all_logprobs

@@ -131,7 +131,8 @@ class ResampleBranches(BranchExplorer):
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
         rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)
-        if self.args.advantage in ("grpo", "unlikeliness"):  # TRL computes GRPO's advantages
+        # `unlikeliness` needs the whole batch, so these rows get GRPO's advantages instead, which TRL computes.
+        if self.args.advantage in ("grpo", "unlikeliness"):
             return Branches(rows)
         rewards = torch.tensor([branch.rewards for branch in branches]).view(len(branches), len(self.scorer.names))
         totals, deciding = self.scorer.totals(rewards), self.scorer.success(rewards)

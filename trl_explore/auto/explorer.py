@@ -95,7 +95,7 @@ class AutoExplorer(BranchExplorer):
         """
         self.num_batches += 1
         for options in self.options.values():
-            options.follow(self.args)
+            options.follow(self.args)  # callbacks may have changed the trainer's configuration
         for explorer in self.explorers.values():
             explorer.observe(groups)
         has_contrast = self._has_contrast(output)
@@ -235,7 +235,7 @@ class AutoExplorer(BranchExplorer):
         solved = set()
         for parent, is_success in zip(result.branches.rows.parents, success, strict=True):
             if is_success and parent is not None:
-                solved.add(parent // self.args.num_generations)
+                solved.add(parent // self.args.num_generations)  # index of the prompt on this process
         return len(solved)
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:

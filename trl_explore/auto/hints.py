@@ -79,6 +79,7 @@ class HintExplorer(BranchExplorer):
         hints = [self._hints(group.trajectories[0].example) for group in groups]
         found: list[list[HintedCompletion]] = [[] for _ in groups]  # successful completions of each group
         sample = self.forks.sample
+        # Every process must sample equally often, so all use the number of levels of the process with the most hints.
         for level in range(self.policy.ranks.most(max(map(len, hints), default=0))):
             # For each group without a success: index of the group, prompt tokens, and shown tokens of the solution.
             asked: list[tuple[int, list[int], list[int]]] = []
@@ -163,7 +164,7 @@ class HintExplorer(BranchExplorer):
             if not hinted:
                 continue
             origin = group.trajectories[0]
-            new = []
+            new = []  # total reward and deciding reward of each new row of the group
             for completion in hinted:
                 assert completion.rewards is not None
                 rewards = torch.tensor([completion.rewards])
@@ -204,7 +205,7 @@ class HintExplorer(BranchExplorer):
             shared=[0] * len(examples),
         )
         advantages: list[float | list[float]] = [*row_advantages]
-        if self.policy.ranks.most(any(drawn)):
+        if self.policy.ranks.most(any(drawn)):  # every process must call `likelihood_ratios`, or none
             ratios = likelihood_ratios(
                 self.forks.sample, prompt_ids, completion_ids, drawn, max_drawn=1, rows=list(range(len(rows)))
             ).clamp(max=self.args.hint_ratio_cap)
@@ -248,7 +249,8 @@ def read_hints(value: Any, column: str) -> list[str]:
 
 
 def check_hint_column(column: str, dataset: Any, *, remove_unused_columns: bool | None, most: int = 10_000) -> None:
-    """Raise ValueError if a data set has no such column, or if its first `most` rows contain no hint."""
+    """Raise ValueError if a data set has no such column, if its first `most` rows contain no hint, or if
+    `remove_unused_columns` would remove the column."""
     if remove_unused_columns:
         raise ValueError(
             f"`hint_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column away: "

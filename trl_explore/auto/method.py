@@ -39,6 +39,7 @@ def _options(task: Any) -> dict[str, Any]:
     if not is_agent(task):
         options["tree"] = tree_options(task) or {}
         sketches = dict(sketch_options(task) or {})
+        # The explorer `sketches` always works in the mode `two_stage`, so options for another mode do not fit it.
         if sketches.pop("mode", "two_stage") == "two_stage":
             options["sketches"] = sketches
     shared: dict[str, Any] = {}

@@ -28,8 +28,8 @@ class SuccessStore:
 
     Args:
         size (`int`):
-            Largest number of completions. If there are more, the prompts without a new completion for the longest time
-            lose completions first.
+            Largest number of completions. If there are more, remove the oldest completions of the prompt that has got
+            no new completion for the longest time.
         per_prompt (`int`):
             Largest number of completions of a prompt. If there are more, the newest are kept.
     """
@@ -167,22 +167,23 @@ class ReplayExplorer(BranchExplorer):
                 old_logprobs.append(logprobs)
         rewards, extra = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
         new_logprobs = self._logprobs(prompt_ids, completion_ids)
-        values: list[float] = []  # advantages of the stored completions, before their ratios
+        new_advantages: list[float] = []  # of the stored completions, before the multiplication by their ratios
         main_advantages: dict[int, float | list[float]] = {}
         start = 0
         for group, number in zip(groups, num_stored, strict=True):
             if not number:
                 continue
-            given = torch.tensor(rewards[start : start + number])
+            new_rewards = torch.tensor(rewards[start : start + number])
             start += number
-            new = list(zip(self.scorer.totals(given).tolist(), self.scorer.success(given).tolist(), strict=True))
+            totals, deciding = self.scorer.totals(new_rewards).tolist(), self.scorer.success(new_rewards).tolist()
+            new = list(zip(totals, deciding, strict=True))
             main = list(zip(group.rewards, group.deciding, strict=True))
             main_values, new_values = joined_advantages(self.args, main, new)
-            values += new_values
+            new_advantages += new_values
             for trajectory, value in zip(group.trajectories, main_values, strict=True):
                 main_advantages[trajectory.main_row] = value
         advantages: list[float | list[float]] = []
-        for value, old, current in zip(values, old_logprobs, new_logprobs, strict=True):
+        for value, old, current in zip(new_advantages, old_logprobs, new_logprobs, strict=True):
             log_ratios = torch.tensor(current) - torch.tensor(old)
             ratios = log_ratios.exp().clamp(max=self.args.replay_ratio_cap)
             advantages.append((value * ratios).tolist())

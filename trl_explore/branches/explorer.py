@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl.trainer.utils import nanstd
 
 from trl_explore.branches.choice import (
     branch_advantages,
@@ -45,8 +44,13 @@ class Plan:
 
 
 class TailBranchExplorer(BranchExplorer):
-    """Samples other endings of trajectories, from one response further back in each round, and keeps the first ending
-    with the other outcome."""
+    """
+    Samples other endings of trajectories in rounds, and keeps at most one ending of each trajectory.
+
+    Each round forks a trajectory at the next depth of its plan. By default, this is one response further back than in
+    the round before. The first ending with the other outcome is kept. If the plan looks for a shorter success, the
+    first shorter success is kept. A trajectory with a kept ending is not forked again.
+    """
 
     name = "tail_branches"
     credits_main_rows = True
@@ -167,7 +171,7 @@ class TailBranchExplorer(BranchExplorer):
         self, rewards: dict[int, float], kept: dict[int, Branch]
     ) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
         """
-        Return the advantages in prompts with a kept ending (Eq. 10-12).
+        Return the advantages in prompts with a kept ending (Eq. 10-12). Every process must call this method.
 
         Args:
             rewards (`dict[int, float]`):
@@ -180,6 +184,9 @@ class TailBranchExplorer(BranchExplorer):
             ending, by main row.
         """
         size = self.args.num_generations
+        std = 1.0
+        if self.args.scale_rewards == "batch":
+            std = self.batch_deviation(kept.values())
         row_advantages: dict[int, tuple[float, float]] = {}
         ending_advantages: dict[int, float] = {}
         first_rows = {row - row % size for row in kept}  # first main rows of the prompts with a kept ending
@@ -191,9 +198,6 @@ class TailBranchExplorer(BranchExplorer):
                     ending_rewards[-1].append(self.total_reward(kept[row]))
             scale = "group" if self.args.scale_rewards == "group" else "none"
             prefixes, endings = branch_advantages(ending_rewards, group=self.args.branch_group, scale=scale)
-            std = 1.0
-            if self.args.scale_rewards == "batch":
-                std = nanstd(self.scorer.totals()).item() + 1e-4
             for place, row in enumerate(range(first, first + size)):
                 row_advantages[row] = prefixes[place] / std, endings[place][0] / std
                 if row in kept:

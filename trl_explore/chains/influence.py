@@ -44,7 +44,7 @@ def influential_steps(
         number (`int`):
             Number of forks.
         end (`int`):
-            First token at which the completion may not be forked.
+            The completion may be forked only before this token.
         quantile (`float`):
             Quantile of the completion's influence, in [0, 1].
         distance (`int`):
@@ -102,5 +102,5 @@ def forked_chains(
     number = int((num_chains * torch.tensor(-accuracy, dtype=torch.float64).exp()).ceil())
     rare, common = (failed, solved) if accuracy >= 0.5 else (solved, failed)
     order = torch.randperm(len(common), generator=generator).tolist()
-    drawn = [common[i] for i in order]
-    return sorted([*rare, *drawn][:number])
+    shuffled = [common[i] for i in order]
+    return sorted([*rare, *shuffled][:number])

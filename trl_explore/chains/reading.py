@@ -51,9 +51,12 @@ class AttentionReader:
             return  # the weights are still in parts, so a forward pass is not possible yet
         training = self.policy.model.training
         self.policy.model.train()  # a run reads in training mode, see `without_dropout`
-        with self._reading([(0, 4), (4, 8)], num_tokens=8) as found:
-            self._pass([*range(8)])
-        self.policy.model.train(training)
+        # Any tokens and steps suffice, because the check only needs to know whether a layer shows its attention.
+        try:
+            with self._reading([(0, 4), (4, 8)], num_tokens=8) as found:
+                self._pass([*range(8)])
+        finally:
+            self.policy.model.train(training)
         if not found:
             raise ValueError(
                 f"{type(model).__name__} shows no attention in the layers that are read, by which AttnRL chooses "
@@ -64,7 +67,8 @@ class AttentionReader:
 
     def influence(self, rows: list[list[int]], steps: list[list[StepSpan]]) -> list[list[float]]:
         """
-        Return the influence of the steps of rows of tokens, `[R][S_i]`. Every process must call it.
+        Return the influence of each step of each row, `[R][S_i]`: its largest value over the layers that are read.
+        Every process must call this method.
 
         Args:
             rows (`list[list[int]]`):

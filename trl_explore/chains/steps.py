@@ -30,7 +30,7 @@ class ChainSteps:
     """The S steps into which a chain is divided."""
 
     starts: list[int]  # first token of each step, `[S]`
-    end: int  # first token at which the chain may not be forked
+    end: int  # the chain may be forked only before this token
     influence: list[float]  # `[S]`
 
 
@@ -38,9 +38,9 @@ class StepForks:
     """
     Chooses the forks of a generation batch.
 
-    If all chains of a prompt succeeded, they are forked only if the mean influence of their steps is high: above the
-    average over such prompts in the run so far. `sum` is the sum of the mean influences of such prompts, and `number`
-    is the number of such prompts.
+    With `adaptive_sampling`, a prompt whose chains all succeeded is forked only if the mean influence of its steps is
+    high: above the average over all solved prompts in the run so far. `sum` is the sum of the mean influences of these
+    solved prompts, and `number` is their number.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -144,28 +144,28 @@ class StepForks:
     def _chains_to_fork(self, trees: list[CompletionTree], all_cuts: list[list[ChainSteps]]) -> list[list[int]]:
         """Return the indices of the chains of each tree that are forked: all chains with a reward, or with
         `adaptive_sampling` fewer, depending on the success rate of the prompt."""
-        scored = []
+        scored: list[list[bool]] = []  # True for each chain of each tree that has a reward
         for tree in trees:
             scored.append([not math.isnan(leaf.reward) for leaf in tree.leaves])
         if not self.args.adaptive_sampling:
-            return [_true_places(known) for known in scored]
+            return [_true_places(is_scored) for is_scored in scored]
         means, solved = [], []
-        for tree, cuts, known in zip(trees, all_cuts, scored, strict=True):
+        for tree, cuts, is_scored in zip(trees, all_cuts, scored, strict=True):
             values: list[float] = []
             for cut in cuts:
                 values += cut.influence
             means.append(fmean(values))
-            solved.append(_all_solved(tree.leaves, known))
+            solved.append(_all_solved(tree.leaves, is_scored))
         solved_means = [mean for mean, is_solved in zip(means, solved, strict=True) if is_solved]
         total = self.policy.ranks.summed({"sum": sum(solved_means), "number": len(solved_means)})
         self.sum, self.number = self.sum + total["sum"], self.number + total["number"]
         generator = self.policy.exploration_generator
         forked: list[list[int]] = []
-        for tree, known, mean, is_solved in zip(trees, scored, means, solved, strict=True):
+        for tree, is_scored, mean, is_solved in zip(trees, scored, means, solved, strict=True):
             if is_solved and mean <= self.sum / self.number:
                 forked.append([])
             else:
-                forked.append(forked_chains(tree.leaves, scored=known, generator=generator))
+                forked.append(forked_chains(tree.leaves, scored=is_scored, generator=generator))
         return forked
 
     def _starts(self, leaves: list[TreeCompletion], place: int, cut: ChainSteps) -> list[int]:

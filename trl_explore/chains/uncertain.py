@@ -25,7 +25,7 @@ def open_forks(leaves: Sequence[TreeCompletion], ends: Sequence[int]) -> list[Fo
         leaves (`Sequence[TreeCompletion]`):
             The completions of one prompt.
         ends (`Sequence[int]`):
-            First token of each completion at which it may not be forked, `[L]`.
+            Each completion may be forked only before this token, `[L]`.
     """
     used = {(leaf.parent, leaf.start) for leaf in leaves}
     points = []
@@ -122,7 +122,8 @@ def choose_trained(leaves: Sequence[TreeCompletion], number: int | None, *, gene
     """
     Return the indices of the completions that are trained: all chains, and random branches up to `number` completions.
 
-    If no chain succeeded, one successful branch is among them. None trains all completions.
+    If no chain succeeded, a successful branch is chosen before all other branches. If `number` is None, all
+    completions are trained.
     """
     if number is None or number >= len(leaves):
         return list(range(len(leaves)))
@@ -133,10 +134,10 @@ def choose_trained(leaves: Sequence[TreeCompletion], number: int | None, *, gene
         else:
             branches.append(i)
     order = torch.randperm(len(branches), generator=generator).tolist()
-    drawn = [branches[i] for i in order]
+    shuffled = [branches[i] for i in order]  # the first of these are trained
     if not any(leaves[i].solved for i in chains):
-        successes = [i for i in drawn if leaves[i].solved]
+        successes = [i for i in shuffled if leaves[i].solved]
         if successes:
-            drawn.remove(successes[0])
-            drawn.insert(0, successes[0])  # the first branches are trained
-    return sorted(chains + drawn[: number - len(chains)])
+            shuffled.remove(successes[0])
+            shuffled.insert(0, successes[0])
+    return sorted(chains + shuffled[: number - len(chains)])

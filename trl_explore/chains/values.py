@@ -27,7 +27,8 @@ def token_advantages(leaves: Sequence[TreeCompletion], trained: Collection[int] 
     if trained is None:
         trained = range(len(leaves))
     scored = [i for i, leaf in enumerate(leaves) if not math.isnan(leaf.reward)]
-    # The formula has only differences of rewards. Relative to one of them, equal rewards give exactly 0.
+    # Subtract one reward from all rewards. The formula uses only differences of rewards, so it gives the same result.
+    # But if all rewards are equal, they are now 0, and no rounding error leaves a tiny advantage.
     rewards = {i: leaves[i].reward - leaves[scored[0]].reward for i in scored}
     advantages = []
     for i, leaf in enumerate(leaves):

@@ -166,7 +166,7 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
         )
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; the task {args.task!r} has whole prompts: leave it out")
-    if task.has_tiny_model:
+    if task.has_tiny_model:  # an embedded task, which generates its evaluation set
         return _from_task(args.task, task.task, args)
     rows = task.task.eval_dataset
     rows = rows.select(range(min(args.limit or len(rows), len(rows))))
@@ -230,6 +230,7 @@ def _load_rows(
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UsageError(f"dataset={name!r}: {_explain(error, name, path)}") from error
     wanted = args.dataset_split or split
+    # Without `--dataset_split`, data with a single split need not call it `split`.
     sole_split_is = None if args.dataset_split else split
     rows = pick_split(splits, wanted, "dataset_split", sole_split_is=sole_split_is)
     if not len(rows):

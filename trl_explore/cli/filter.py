@@ -84,7 +84,7 @@ def build_parser() -> FlagParser:
 
 
 def _write(dataset: "Dataset", path: Path) -> None:
-    """Write a data set to a Parquet or JSON file."""
+    """Write a data set to a Parquet file, or to a file with one JSON object per line (`.json` and `.jsonl`)."""
     with whole_file(path) as part:
         if path.suffix == ".parquet":
             dataset.to_parquet(part)

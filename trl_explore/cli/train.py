@@ -96,11 +96,12 @@ def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]
     if len(named) == 2:
         both = " and ".join(f"{name}={value!r}" for name, value in named.items())
         raise UsageError(f"{both}: give one of the two, a trainer replaces a method")
-    ((kind, name),) = named.items()
+    ((kind, name),) = named.items()  # `kind` is "method" or "trainer"
     if kind == "trainer" and not is_import_path(name):
         raise UsageError(
             f"trainer={name!r} is no import path, such as my_module.MyTrainer; methods are named with --method"
         )
+    # The field `method` also holds the import path of a trainer, because `find_method` finds a trainer by its path.
     return find_method(name, kind), flags, config | {"method": name, kind: name}
 
 

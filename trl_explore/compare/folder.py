@@ -82,7 +82,7 @@ class ComparisonFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
         with whole_file(self.path / SETTINGS) as part:
-            part.write_text(text)
+            part.write_text(text, encoding="utf-8")
 
     def of_run(self, arm: Arm, seed: int) -> Path:
         """Return the folder of one arm on one seed."""

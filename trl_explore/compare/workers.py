@@ -60,7 +60,7 @@ class ProgressSender:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.n = self.initial = 0
+        self.n = self.initial = 0  # `Curve` reads and sets these attributes of a `tqdm` bar
         self.reward = ""
 
     def set_postfix(self, *, reward: str, **_: object) -> None:

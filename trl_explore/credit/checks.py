@@ -1,4 +1,7 @@
-"""Checks of the configuration's fields of credit. `args` is any configuration."""
+"""Checks of the configuration's fields that change advantages, such as `advantage` and `kl_cov`.
+
+`args` is the configuration of any of our trainers.
+"""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -9,8 +12,8 @@ from trl_explore.names import shown
 if TYPE_CHECKING:
     from trl_explore.trainers.config import ExplorationConfig
 
-OF_SUBSETS = {"passk", "pkpo", "pkpo_loo"}
-SCOPES = ("history", "batch")
+OF_SUBSETS = {"passk", "pkpo", "pkpo_loo"}  # advantages that compare subsets of `passk_k` rows
+SCOPES = ("history", "batch")  # values of `count_bonus_scope`
 # Loss types that multiply the advantage of a token by a ratio that is clipped on both sides.
 RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
@@ -72,6 +75,7 @@ def check_updates(args: "ExplorationConfig") -> None:
     """Raise a ValueError if `kl_cov` would do nothing. Its penalty has no gradient before the policy has changed since
     it sampled, so one update per generation batch is not enough."""
     num_passes = args.steps_per_generation * args.num_iterations  # forward and backward passes per generation batch
+    # An optimizer step then comes only at the end of a generation batch, never between two passes over the same batch.
     if args.kl_cov and args.gradient_accumulation_steps % num_passes == 0:
         raise ValueError(
             f"`kl_cov={args.kl_cov}` does nothing with one update per generation batch, where no token has moved yet: "

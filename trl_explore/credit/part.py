@@ -246,7 +246,7 @@ class Credit:
         if args.kl_cov:
             chosen = self._largest("kl_cov", cov, torch.ones_like(cov, dtype=torch.bool), number)
             output["kl_cov"] = torch.zeros_like(mask).masked_scatter(mask, chosen)
-        self._logprobs = None
+        self._logprobs = None  # free the memory, because the next generation batch needs other log-probabilities
 
     def _largest(self, field: str, values: torch.Tensor, candidates: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the mask of this process's tokens that are among the largest `values` of all candidates, `(tokens,)`.
@@ -274,7 +274,7 @@ class Credit:
             rows (`dict`):
                 Rows of the micro-batch.
             scale (`float`):
-                Factor by which the loss was multiplied already.
+                Factor by which the advantages of `rows` were multiplied already.
         """
         self._in_loss = ({**rows}, scale) if "kl_cov" in rows else None
         try:
@@ -310,7 +310,7 @@ def _prompt_key(ids: list[int]) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names of metrics: a name that occurs again gets the number of its occurrence."""
+    """Make names distinct, for metrics: the second `"f"` becomes `"f 2"`."""
     seen: Counter[str] = Counter()
     distinct = []
     for name in names:

@@ -81,9 +81,8 @@ class GameMaker:
 
     def make(self) -> Any:
         """Return a new game. This may use the global random generators."""
-        # TextArena's wrappers repeat the whole history in every answer, so remove them.
         self._prepare()
-        if self._is_random:
+        if self._is_random:  # a copy of the template would repeat the random choices of its constructor
             return _unwrapped(self._constructed())
         return copy.deepcopy(self._template, self.memo())
 
@@ -335,6 +334,7 @@ def _value(game: Any) -> float:
 
 
 def _unwrapped(env: Any) -> Any:
+    """Return a game without TextArena's wrappers, which repeat the whole history in every answer."""
     import textarena
 
     while isinstance(env, textarena.Wrapper):

@@ -24,7 +24,9 @@ class PassAtKCallback(TrainerCallback):
     come from `generate` of the training model, even if training samples with vLLM.
 
     It logs `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and `eval/coverage_at_{k}`.
-    [`~trl_explore.evaluation.metrics.sample_metrics`] defines them on the weighted sums of rewards. Attributes:
+    `eval/reward` is the mean weighted sum of rewards. Success depends on the weighted sum too, or on the rewards of
+    `success_reward` alone. See [`~trl_explore.evaluation.metrics.sample_metrics`] and
+    [`~trl_explore.evaluation.metrics.coverage_at_k`]. Attributes:
 
     - `history` (`list[dict]`): the logged metrics of every evaluation, with its `step`.
     - `successes` (`dict[str, list[int]]`): for each prompt of the last evaluation, the number of successful samples
@@ -62,9 +64,9 @@ class PassAtKCallback(TrainerCallback):
             Maps the text of a completion to its answer (hashable, or `None` if there is no answer), for the majority
             vote and coverage.
         success_threshold (`float`, *optional*):
-            Smallest weighted sum of rewards that counts as success. `None` means a reward of 1 from the only reward
-            function, or from the one that `success_reward` names. Required with several functions and no
-            `success_reward`.
+            Smallest weighted sum of rewards that counts as success. With `success_reward`, it is the smallest reward
+            of that function. `None` means a reward of 1 from the only reward function, or from the function that
+            `success_reward` names. Required with several functions and no `success_reward`.
         success_reward (`str`, *optional*):
             Name of the reward function whose unweighted reward decides success. `None` uses the weighted sum.
         batch_size (`int`, *optional*, defaults to `64`):
@@ -185,8 +187,8 @@ class PassAtKCallback(TrainerCallback):
         """
         accelerator, rows = self.trainer.accelerator, self.samples.rows
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
-        # Every forward pass of a sharded model waits for all processes. So each process takes the same number of rows,
-        # and the first rows are sampled twice if the number of rows is not a multiple of the number of processes.
+        # Every forward pass of a sharded model waits for all processes, so all of them take equally many rows. If the
+        # number of rows is not a multiple of the number of processes, some processes sample the first rows again.
         num_positions = math.ceil(len(rows) / num_ranks) * num_ranks
         indices = [position % len(rows) for position in range(rank, num_positions, num_ranks)]
         with undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):

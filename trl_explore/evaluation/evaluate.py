@@ -97,7 +97,7 @@ def evaluate(
     progress: bool = True,
 ) -> dict[str, Any]:
     """
-    Sample completions of a dataset's prompts, grade them, and average over the prompts.
+    Sample completions of a dataset's prompts, grade them, and average the metrics over the prompts.
 
     With `output_dir`, a call with the same settings continues where an earlier call stopped. Every call grades all
     completions again, so that other metrics and other rewards need no new samples.
@@ -141,7 +141,7 @@ def evaluate(
             - `num_prompts`, and the number of `unscored` prompts.
             - `truncated` and `unanswered`: shares of the samples, in `[0, 1]`.
             - `tokens`: number of sampled tokens. `seconds`: time of sampling.
-            - `settings`.
+            - `settings`: the sampling options, the names of the reward functions, and the rule of success.
 
     Raises:
         `ValueError`: If an argument is outside its range, if no sample has a reward (a `NoRewardError`), or if the

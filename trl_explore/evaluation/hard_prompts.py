@@ -145,7 +145,8 @@ def filter_hard_prompts(
         if rate is not None and rate < threshold:
             kept.append(index)
     columns = [name for name in dataset.column_names if name != PASS_RATE]
-    return dataset.select_columns(columns).add_column(PASS_RATE, rates, feature=Value("float64")).select(kept)
+    with_rates = dataset.select_columns(columns).add_column(PASS_RATE, rates, feature=Value("float64"))
+    return with_rates.select(kept)
 
 
 def check_settings(
@@ -278,6 +279,7 @@ def _measure(
             measured = []
             for index, grades in zip(batch, graded, strict=True):
                 measured.append((index, _rate(grades.rewards, settings["success_threshold"])))
+            # Leave out prompts that are in the file, and prompts of a batch that an earlier round measured.
             new = {index: rate for index, rate in gather_object(measured) if index not in rates}
             rates |= new
             if scores_file is not None and accelerator.is_main_process:

@@ -80,18 +80,36 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
     total = math.comb(len(answers), k)
 
     expectation = 0.0
-    wins: dict[int, float] = {}  # by an answer's number of samples: equally frequent answers win equally often
+    # Probability that an answer wins, by its number of samples. Answers with equally many samples share one entry.
+    win_probabilities: dict[int, float] = {}
     for answer, group in groups.items():
-        if any(group):
-            if len(group) not in wins:
-                others = [count for other, count in counts.items() if other != answer]
-                wins[len(group)] = _win_probability(len(group), others, num_blank, k, total)
-            expectation += sum(group) / len(group) * wins[len(group)]
+        count = len(group)
+        if any(group):  # an answer without a correct sample adds nothing, so its probability is not needed
+            if count not in win_probabilities:
+                others = [other_count for other, other_count in counts.items() if other != answer]
+                win_probabilities[count] = _win_probability(count, others, num_blank, k, total)
+            expectation += sum(group) / count * win_probabilities[count]
     return expectation
 
 
 def _win_probability(count: int, others: list[int], num_blank: int, k: int, total: int) -> float:
-    """Probability that an answer with `count` samples wins in a subset of size `k`. A tie counts as a share."""
+    """
+    Return the probability that an answer with `count` samples wins in a random subset of size `k`.
+
+    If n answers tie, each of them wins with probability 1 / n.
+
+    Args:
+        count (`int`):
+            Number of samples with the answer.
+        others (`list[int]`):
+            Number of samples with each other answer.
+        num_blank (`int`):
+            Number of samples without an answer.
+        k (`int`):
+            Size of the subsets.
+        total (`int`):
+            Number of subsets of size `k`.
+    """
     probability = 0.0
     for votes in range(1, min(count, k) + 1):
         # subsets[drawn, tied]: number of ways to choose `drawn` samples of the other answers so far, such that `tied`
@@ -104,6 +122,7 @@ def _win_probability(count: int, others: list[int], num_blank: int, k: int, tota
                     extended[drawn + extra, tied + (extra == votes)] += ways * math.comb(other, extra)
             subsets = extended
         for (drawn, tied), ways in subsets.items():
+            # The rest of the subset are samples without an answer.
             ways *= math.comb(count, votes) * math.comb(num_blank, k - votes - drawn)
             probability += ways / (total * (tied + 1))
     return probability
@@ -161,7 +180,7 @@ def prompt_values(
         rewards (`Sequence[Sequence[float | None]]`):
             Rewards of the samples of each prompt, `(P, N)`. A missing reward is a failure.
         answers (`Sequence[Sequence[Hashable | None]]`):
-            Their answers, `(P, N)`. Only the majority vote reads them.
+            Answers of the samples of each prompt, `(P, N)`. Only the majority vote reads them.
         threshold (`float`):
             Smallest reward that counts as success.
         k (`Sequence[int]`):
@@ -170,16 +189,16 @@ def prompt_values(
             Values of k for the majority vote.
 
     Returns:
-        `dict[str, list[float]]`: Values by name, `(P,)` each.
+        `dict[str, list[float]]`: For each name of a metric, one value per prompt, `(P,)`.
     """
     values: dict[str, list[float]] = {f"pass_at_{number}": [] for number in k}
     values |= {f"maj_at_{number}": [] for number in maj_k}
-    for row, given in zip(rewards, answers, strict=True):
-        correct = [is_success(reward, threshold=threshold) for reward in row]
+    for prompt_rewards, prompt_answers in zip(rewards, answers, strict=True):
+        correct = [is_success(reward, threshold=threshold) for reward in prompt_rewards]
         for number in k:
             values[f"pass_at_{number}"].append(pass_at_k(len(correct), sum(correct), number))
         for number in maj_k:
-            values[f"maj_at_{number}"].append(maj_at_k(given, correct, number))
+            values[f"maj_at_{number}"].append(maj_at_k(prompt_answers, correct, number))
     return values
 
 
@@ -194,9 +213,10 @@ def sample_metrics(
     totals: Sequence[Sequence[float | None]] | None = None,
 ) -> dict[str, float]:
     """
-    Average the metrics of samples over prompts.
+    Average the metrics over prompts, and the reward over samples.
 
-    A sample without a reward is a failure. If no sample of a prompt has a reward, the prompt is left out.
+    A sample without a reward is a failure, and the mean reward leaves it out. If no sample of a prompt has a reward,
+    all metrics leave the prompt out.
 
     Args:
         rewards (`Sequence[Sequence[float | None]]`):
@@ -212,10 +232,10 @@ def sample_metrics(
         maj_k (`Sequence[int]`, *optional*, defaults to `()`):
             Values of k for the majority vote.
         totals (`Sequence[Sequence[float | None]]`, *optional*):
-            Rewards whose mean is `reward`, `(P, N)`. `None` uses `rewards`.
+            Rewards that the metric `reward` averages, `(P, N)`. `None` uses `rewards`.
 
     Returns:
-        `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `greedy_accuracy` and `reward`.
+        `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `reward` and, with `greedy_rewards`, `greedy_accuracy`.
 
     Raises:
         `ValueError`: If no sample of any prompt has a reward.

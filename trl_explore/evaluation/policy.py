@@ -1,4 +1,7 @@
-"""Graded samples of a trainer's model. Prompts, rewards and sampling options are the same as in training."""
+"""Graded samples of a trainer's model.
+
+Prompts, rewards and most sampling options are the same as in training. Only temperature and maximum length may differ.
+"""
 
 import asyncio
 import functools
@@ -18,8 +21,10 @@ from trl_explore.sampling.generation import complete, generating_model
 
 class PolicySamples:
     """
-    Samples and grades completions of prompts. Call it within [`~trl_explore.evaluation.samplers.undisturbed`], which
-    sets the seed and restores the state of the model.
+    Samples and grades completions of prompts.
+
+    Call [`draw`] within [`~trl_explore.evaluation.samplers.undisturbed`], which sets the seed and restores the state
+    of the model.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -165,13 +170,15 @@ class PolicySamples:
         return completion_ids, completions_for_rewards(prompts, prompt_ids, completion_ids, texts, tokenizer)
 
     def _config(self, *, greedy: bool) -> GenerationConfig:
+        """Return the sampling options. `generation_kwargs` of the trainer can add options and replace the first ones.
+        They cannot replace the options that are set after them, such as the length limit."""
         trainer = self.trainer
         args: GRPOConfig = trainer.args
         options: dict[str, Any] = {
             "repetition_penalty": args.repetition_penalty,
             "cache_implementation": args.cache_implementation,
         }
-        temperature = 1.0
+        temperature = 1.0  # greedy decoding does not use it
         if not greedy:
             options |= {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
             temperature = self.temperature
@@ -203,9 +210,10 @@ def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[
     def judge(prompts: list[Any], completions: list[Any], **inputs: Any) -> list[float]:
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if not isinstance(prompts[0], str):
-            # The prompts and completions are lists of messages, so `texts` are conversations until here.
+            # A prompt and a completion are lists of messages, so each sum is a conversation. Convert it to text.
+            conversations = texts
             kwargs = {"processing_class": processing_class, **trainer.chat_template_kwargs}
-            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in texts]
+            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in conversations]
         options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
         encoded = processing_class(text=texts, add_special_tokens=False, **options)
         return func(**encoded.to(trainer.accelerator.device)).logits[:, 0].tolist()

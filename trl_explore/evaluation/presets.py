@@ -73,8 +73,9 @@ def load_preset(name: str | Path) -> Preset:
         raise ValueError(f"{path} must have at least the fields path, question and answer, out of {known}.")
     for field in values.keys() - set(known):
         raise ValueError(f"{path}: {unknown_name('field', str(field), known)}")
-    if isinstance(values["question"], str):
-        values["question"] = [values["question"]]
+    for field in ("question", "wrong_answers"):
+        if isinstance(values.get(field), str):
+            values[field] = [values[field]]
     return Preset(**values)
 
 
@@ -107,6 +108,8 @@ def as_prompts(rows: "Dataset", preset: Preset) -> "Dataset":
 
 
 def _as_prompt(row: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Return the `prompt` and the gold `answer` of one row. If there are choices, the prompt lists them with letters.
+    With `wrong_answers`, the answer is the letter of the right choice."""
     question = "\n\n".join(str(row[column]).strip() for column in preset.question if row[column])
     answer: Any = row[preset.answer]
     choices: list[Any] = []
@@ -132,5 +135,5 @@ def _gold(answer: Any) -> str:
     if not isinstance(answer, list):
         return str(answer)
     if len(answer) == 1:
-        return answer[0]
-    return rf"\boxed{{{', '.join(answer)}}}"
+        return str(answer[0])
+    return rf"\boxed{{{', '.join(map(str, answer))}}}"

@@ -5,11 +5,13 @@ change the credit of GRPO's rows. It also works for agents. An [`~trl_explore.ex
 GRPO's rows instead.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trl.trainer.utils import nanstd
 
 from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.forks.engine import Forks
@@ -51,7 +53,8 @@ class Branches:
     rows: Rows
     # Advantages of the rows, one number or a list `[T_i]` for each, `[R]`. None: GRPO's, over `rows.group_size` rows.
     advantages: Sequence[float | list[float]] | None = None
-    # Advantages of the main rows whose credit changes, one number or a list `[T_i]` for each, by row.
+    # Advantages of the main rows whose credit changes, one number or a list `[T_i]` for each. The keys are the indices
+    # of main rows on this process (`Trajectory.main_row`).
     main_advantages: Mapping[int, float | list[float]] = field(default_factory=dict)
 
 
@@ -97,8 +100,12 @@ class BranchExplorer:
 
     @property
     def weight(self) -> float | None:
-        """Return the factor of the mean loss of the added rows. 0: the rows are not trained. None: the loss is one
-        mean over the added rows and the main rows. Return None if both are compared with each other."""
+        """
+        Return the factor of the mean loss of the added rows, or None for one mean over added rows and main rows.
+
+        If the factor is 0, the added rows are not trained. Return None if added rows and main rows are credited
+        together, for example as leaves of one tree.
+        """
         return 1.0
 
     @property
@@ -121,8 +128,8 @@ class BranchExplorer:
         return plain(prompt_ids)
 
     def observe(self, groups: Sequence[ScoredGroup]) -> None:
-        """Receive all groups of this process, solved or not, before the prompts to explore are chosen. Every process
-        calls it once per generation batch, if `explore` is `"auto"`, `"hints"` or `"replay"`."""
+        """Receive all groups of this process, solved or not, before the prompts to explore are chosen. If `explore` is
+        `"auto"`, `"hints"` or `"replay"`, every process calls it once per generation batch."""
 
     def suits(self, group: ScoredGroup) -> bool:
         """Return whether the explorer can explore an unsolved group. Called if `explore` is `"auto"`, `"hints"` or
@@ -162,17 +169,33 @@ class BranchExplorer:
         raise NotImplementedError
 
     def total_reward(self, branch: Branch) -> float:
-        """Return the total reward of a branch that was judged."""
+        """Return the total reward of a branch. `forks.judge` must have set its rewards before."""
         return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
+    def batch_deviation(self, branches: Iterable[Branch]) -> float:
+        """
+        Return the divisor of the advantages for `scale_rewards="batch"`: the standard deviation of the total rewards
+        of main rows and branches, plus 1e-4. Every process must call this method with its own branches.
+
+        TRL has only the main rows. If these all failed, their deviation is 0, and the advantage of a successful branch
+        would be thousands.
+        """
+        main_rewards = self.scorer.totals()
+        branch_rewards = self.policy.ranks.objects([self.total_reward(branch) for branch in branches])
+        deviation = nanstd(torch.cat([main_rewards, main_rewards.new_tensor(branch_rewards)])).item()
+        if math.isnan(deviation):  # a single reward
+            deviation = 0.0
+        return deviation + 1e-4
+
     def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
-        """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""
+        """Learn from the rows that `explore` returned, or log metrics of them. `scored` holds these rows as TRL scored
+        them; None if no process has rows."""
 
     def end_search(self, results: Sequence[SearchResult]) -> None:
         """Update this explorer's state from the rows of all explorers that `assign` returned."""
 
     def end_run(self) -> None:
-        """Warn about the whole run, for example. Called when training ends."""
+        """Called when training ends, for example to warn about the whole run."""
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         """Return columns of the completions table, for all main rows of this process, `[B]`."""

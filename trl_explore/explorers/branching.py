@@ -64,6 +64,7 @@ class Branching:
         if not self.explorer.is_active:
             return
         logprobs = None if rollout is None else rollout.logprobs
+        # transformers reports no log-probabilities of sampled tokens. If TRL computed the old ones, use those.
         if logprobs is None and self.explorer.needs_logprobs and "old_per_token_logps" in output:
             logprobs = []
             for row, ids in zip(output["old_per_token_logps"].tolist(), completion_ids, strict=True):
@@ -78,12 +79,13 @@ class Branching:
         self, explorer: BranchExplorer, groups: Sequence[ScoredGroup], main_lengths: list[int]
     ) -> SearchResult:
         """Let an explorer explore groups. Score its rows, and set their advantages."""
-        num_before = explorer.forks.sample.tokens.own
+        num_before = explorer.forks.sample.tokens.own  # tokens sampled on this process since the run began
         branches = checked_branches(
             explorer.name, explorer.explore(groups), main_lengths=main_lengths, num_rewards=len(self.scorer.names)
         )
         num_tokens = explorer.forks.sample.tokens.own - num_before
         scored = self.scorer.score(explorer.stream, branches.rows)
+        # If the explorer returned advantages on any process, all processes must take part in crediting.
         if scored is not None and self.policy.ranks.most(branches.advantages is not None):
             self._credit_branches(scored.rows, branches.advantages or [])
         explorer.after_scoring(branches, scored)
@@ -116,8 +118,8 @@ class Branching:
         return groups
 
     def _credit_branches(self, rows: RowDict, advantages: Sequence[float | list[float]]) -> None:
-        """Replace the advantages of `rows` by the explorer's. Filler rows are never trained, so their values do not
-        matter."""
+        """Replace the advantages of the first rows of `rows` by `advantages`. The filler rows after them keep theirs,
+        which does not matter, because filler rows are never trained."""
         if self._per_token(advantages):
             num_tokens = rows["completion_ids"].shape[1]
             rows["advantages"] = rows["advantages"].unsqueeze(1).repeat(1, num_tokens)  # (R, T)

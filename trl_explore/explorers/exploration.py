@@ -122,6 +122,8 @@ class Exploration:
             groups.append(PromptGroup(own_copy(examples[row]), [*prompt_ids[row]]))
         explored = self._explore(groups, plain)
         rows = list(range(len(prompt_ids)))
+        # If the explorer scored no completion, TRL asks the reward functions later, as for GRPO's rows. A rollout has
+        # rewards only if all its rows have them, so if the explorer scored some completions, score the others now.
         some_have_rewards = self._on_any_process(any(of_prompt.rewards is not None for of_prompt in explored))
         if some_have_rewards:
             self._score_missing(rows, explored, prompt_ids, examples)

@@ -47,7 +47,7 @@ class Explored:
     """R completions that an explorer sampled for one prompt."""
 
     completion_ids: list[list[int]]  # `[R][T_i]`
-    logprobs: list[list[float | None]] | None = None  # under the sampler, `[R][T_i]`; None: not known
+    logprobs: list[list[float | None]] | None = None  # under the sampling policy, `[R][T_i]`; None: not known
     loss_mask: list[list[int]] | None = None  # 1 for a token that is trained, else 0, `[R][T_i]`; None: train all
     rewards: list[list[float]] | None = None  # `[R][F]`; None: the trainer asks the reward functions
     logged: Sequence[Mapping[str, Any]] = ()  # values that reward functions logged with `log_extra`, by column, `[R]`
@@ -127,9 +127,9 @@ class Explorer:
         row = 0
         for one in explored:
             for place in range(len(one.completion_ids)):
-                if one.advantages is not None:
+                if one.advantages is not None:  # else the row keeps GRPO's advantage
                     values = one.advantages[place]
-                    advantages[row] = 0.0
+                    advantages[row] = 0.0  # on the padding after the completion
                     advantages[row, : len(values)] = torch.tensor(values)
                 row += 1
         return advantages
@@ -213,6 +213,12 @@ def check_explored(
                 f"{start} the columns {sorted(one.columns)}, but its `plain_columns` has {sorted(columns)}: name each "
                 "column in both."
             )
+        for field_name, values in (*one.columns.items(), ("logged", one.logged or lengths)):
+            if len(values) != len(lengths):
+                raise ValueError(
+                    f"{start} {len(values)} values in `{field_name}` for {len(lengths)} completions: give one value "
+                    "for each completion."
+                )
         if one.rewards is not None:
             _check_rewards(start, one.rewards, size=size, num_rewards=num_rewards)
 

@@ -69,7 +69,8 @@ class Forks:
             )
 
     def has_failed(self, row: int) -> bool:
-        """Return whether the environment of a main row raised an exception."""
+        """Return whether the environment of a main row raised an exception. Completions of a single turn have no
+        environment."""
         return False
 
     def longest_completion(self) -> int:
@@ -105,7 +106,7 @@ class Forks:
         numbers = [fork.number for fork in forks]
         begun = [fork.begun for fork in forks]
         branches = []
-        with self.sample.rollout():
+        with self.sample.rollout():  # later turns can reuse keys and values of earlier turns
             sampled = self.sample(prefixes, numbers, budgets, begun=begun)
             for fork, continuations in zip(forks, sampled, strict=True):
                 for continuation in continuations:
@@ -169,6 +170,8 @@ class Forks:
         for branch in branches:
             mask = branch.loss_mask
             loss_mask.append([*mask] if trains_prefixes else suffix_mask(mask, branch.start))
+        # With vLLM, TRL needs log-probabilities of all rows on all processes, also on a process without rows. vLLM
+        # reports them for every branch. Without vLLM, TRL needs none.
         logprobs: list[list[float | None]] | None = None
         if self.policy.serving is not None:
             logprobs = [branch.logprobs or [] for branch in branches]

@@ -10,8 +10,9 @@ Message = dict[str, Any]
 
 
 def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and end (exclusive) of the model's responses, which are the maximal runs of ones."""
+    """Return start and end (exclusive) of each response of the model. A response is a run of ones in the mask."""
     starts, ends = [], []
+    # The zero at each end lets a response begin at the first token, and end at the last one.
     for token, (before, here) in enumerate(pairwise([0, *loss_mask, 0])):
         if here > before:
             starts.append(token)
@@ -29,14 +30,15 @@ def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
 class Trajectory:
     """A completion: a main row, or a branch of one."""
 
-    row: int | None  # index of the main row on this process; None: the main row of an earlier batch
+    row: int | None  # index of the main row on this process; None: the completion is from an earlier batch
     # Row of the data set. An agent's `prompt` also contains the observation that its environment's `reset` returned.
     example: dict[str, Any]
     prompt_ids: list[int]
     completion_ids: list[int]  # tokens of the policy and of tools, `[T]`
     loss_mask: list[int]  # 1 for a token of the policy, `[T]`
     messages: list[Message] | None = None  # messages of an agent's completion; None: plain text
-    states: dict[int, Any] = field(default_factory=dict)  # kept states of the environment before turns, by turn
+    # Kept states of the environment before a turn, by turn. Only the latest turns of a main row have one.
+    states: dict[int, Any] = field(default_factory=dict)
     logprobs: list[float | None] | None = None  # `[T]`; None if the backend reports none
     shared: int | None = None  # number of tokens that a branch shares with its main row; None: it is the main row
 
@@ -50,7 +52,7 @@ class Trajectory:
         return self.row
 
     def turn_at(self, token: int) -> int:
-        """Return the number of the turn, from 0, that contains a token of the policy."""
+        """Return the number of the turn, from 0, that contains `token`, the position of a token of the policy."""
         started = [first for first, _ in self.turns if first <= token]
         return len(started) - 1
 
@@ -104,7 +106,7 @@ class Fork:
 
     @property
     def begun(self) -> int:
-        """Return the number of tokens of its own turn that the branches keep."""
+        """Return the number of tokens that the branches keep of the turn in which they fork."""
         return self.prefix_length - self.origin.turns[self.turn][0]
 
 
@@ -124,7 +126,7 @@ class Branch:
     logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; None if the backend reports none
     rewards: list[float] | None = None  # `[F]`; None if the reward functions were not asked yet
     extra: Mapping[str, Any] = field(default_factory=dict)  # values that the reward functions logged, by column
-    states: dict[int, Any] = field(default_factory=dict)  # kept states of its environment before turns, by turn
+    states: dict[int, Any] = field(default_factory=dict)  # kept states of its environment before a turn, by turn
 
     @property
     def row(self) -> int:
@@ -140,6 +142,7 @@ class Branch:
 
     def as_trajectory(self) -> Trajectory:
         """Return the branch as a completion from which further branches can be sampled."""
+        # Up to the turn of the fork, the branch has the messages of its origin, and so the states too.
         states = {turn: state for turn, state in self.origin.states.items() if turn <= self.turn}
         states.update(self.states)
         return replace(

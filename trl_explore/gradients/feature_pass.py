@@ -79,7 +79,7 @@ class FeaturePass:
 
         Args:
             sample (`Callable`):
-                TRL's sampling function. The first entry of its result are the completions.
+                TRL's sampling function. The first entry of its result holds the token ids of the completions.
             contexts (`list[list[int]]`):
                 Token ids of the prompts, `[B][P_i]`.
 
@@ -96,7 +96,9 @@ class FeaturePass:
 
         def note(module: Any, args: Any, output: Any) -> None:
             hidden = output.last_hidden_state
-            if hidden.shape[1] > 1:  # a prompt pass; with chunks, only the state after the last chunk counts
+            # A pass over several tokens reads the prompt. If `generate` reads the prompt in several passes, the first
+            # token is sampled from the state of the last of them.
+            if hidden.shape[1] > 1:
                 states.clear()
             states.append(hidden[:, -1].clone())
 
@@ -109,7 +111,8 @@ class FeaturePass:
         return result
 
     def _differs_from_loss(self, model: Any) -> bool:
-        """Return whether `generate` computes other hidden states than the loss does, or several per token."""
+        """Return whether `generate` computes other hidden states than the loss does. This includes beam search, which
+        computes several states per sampled token."""
         trainer, precision = self.trainer, self.trainer.accelerator.mixed_precision
         options = effective_options(model, trainer.generation_config)
         if (options.num_beams or 1) > 1 or options.cache_implementation:
@@ -118,6 +121,8 @@ class FeaturePass:
             return True
         if precision != "no" and model.dtype != PRECISIONS.get(precision):  # `generate` does not use autocast
             return True
+        # With a whole-row adapter, the state of a token depends on the other tokens of the pass. `generate` passes one
+        # token at a time, and the loss passes whole rows.
         return has_dropout(model) or whole_row_adapter(trainer.accelerator.unwrap_model(trainer.model)) is not None
 
     def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
@@ -146,6 +151,7 @@ class FeaturePass:
         self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
         self.seconds = 0.0
         seen, self._generated = self._generated, None
+        # With a mask, some tokens are not from this `generate` call, for example answers of tools.
         if mask is None and seen is not None and self._has_states(seen, prompt_ids, completion_ids):
             self._add(self._rows, torch.stack(seen.states, dim=1))
         # The same condition as in TRL's `_generate_and_score_completions`: TRL computes old log-probabilities if an
@@ -161,7 +167,7 @@ class FeaturePass:
         if self._changes_positions(prompt_ids, completion_ids):
             return False
         num_tokens = max(map(len, completion_ids))
-        # The numbers differ if the rows were sampled in several calls.
+        # If the rows were sampled in several `generate` calls, `seen` has more states, or states of fewer rows.
         return len(seen.states) == num_tokens and len(seen.states[0]) == len(completion_ids)
 
     def _changes_positions(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
@@ -209,7 +215,7 @@ class FeaturePass:
         """
         Return the features of the rows of all processes. Run the backbone if there are no features yet.
 
-        Every process must call, with the same number of rows.
+        Every process must call this method, with the same number of rows.
 
         Args:
             rows ([`FeatureRows`]):
@@ -231,9 +237,9 @@ class FeaturePass:
         device, pad_id = trainer.accelerator.device, tokenizer_of(trainer).pad_token_id
 
         def padded(token_ids: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = [torch.tensor(row) for row in token_ids]
-            ids = pad(rows, padding_value=pad_id, padding_side=side).to(device)
-            mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side=side).to(device)
+            tensors = [torch.tensor(row) for row in token_ids]
+            ids = pad(tensors, padding_value=pad_id, padding_side=side).to(device)
+            mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, padding_side=side).to(device)
             return ids, mask
 
         prompts, prompt_mask = padded(rows.prompt_ids, "left")
@@ -252,6 +258,7 @@ class FeaturePass:
             for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
                 # The hook needs hidden states only, so let the LM head score a single position.
                 trainer.model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
+        # Assign instead of adding, because `_add` has already counted its part of this time.
         self.seconds = time.perf_counter() - start
 
     @contextmanager

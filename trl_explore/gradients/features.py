@@ -185,7 +185,7 @@ def sequence_features(
     Raises:
         ValueError: If the shapes do not match.
     """
-    vocabulary, width = 0, 0
+    vocabulary, width = 0, 0  # ZeRO-3 leaves an empty weight of one dimension; the check below refuses it
     if head.weight.dim() == 2:
         vocabulary, width = head.weight.shape
     same_tokens = hidden.shape[:2] == token_ids.shape == mask.shape
@@ -203,7 +203,8 @@ def sequence_features(
     scored = mask
     if score_mask is not None:
         scored = mask | score_mask.to(device).bool()
-    columns = scored.nonzero()[:, 1].split(scored.sum(1).tolist())  # [B][number of scored tokens]
+    num_scored = scored.sum(1).tolist()
+    columns = scored.nonzero()[:, 1].split(num_scored)  # positions of the scored tokens of each response, [B]
     # Convert the parameters once for all tiles. This takes no more memory than autocast, which keeps a copy, too.
     bias = head.bias
     if bias is not None:
@@ -211,6 +212,8 @@ def sequence_features(
     projection = head._replace(weight=head.weight.to(dtype), bias=bias)
     features = hidden.new_zeros(len(mask), width, dtype=torch.float32)  # (B, D)
     log_probs, entropies = features.new_zeros(2, *mask.shape)  # (B, T) each
+    # A float32 tensor of `size` rows and V columns has at most `max_tile_bytes`. A tile has logits for `size` tokens.
+    # The residuals are summed per response, for `size` responses at once.
     size = max(1, max_tile_bytes // (4 * vocabulary))
     with torch.autocast(device.type, enabled=False):  # logits have the type chosen above, all other tensors float32
         for start in range(0, len(mask), size):
@@ -221,13 +224,15 @@ def sequence_features(
                     # One product per response, so that its rounding does not depend on the other responses.
                     logits.append(hidden[piece.row, piece.columns].to(dtype) @ projection.weight.T)
                     rows.append(piece.columns.new_full(piece.columns.shape, piece.row))
-                all_logits = logits[0]
+                all_logits = logits[0]  # do not copy a single tensor
                 if len(logits) > 1:
                     all_logits = torch.cat(logits)
                 where = torch.cat(rows), torch.cat([piece.columns for piece in tile])
-                token_residuals, log_probs[where], entropies[where] = score_tokens(
+                token_residuals, tile_log_probs, tile_entropies = score_tokens(
                     all_logits, token_ids[where], projection
                 )
+                log_probs[where], entropies[where] = tile_log_probs, tile_entropies
+                # Tokens that are only in `score_mask` do not count for the features.
                 counted = token_residuals.mul_(mask[where].unsqueeze(1))
                 per_piece = counted.split([len(piece.columns) for piece in tile])
                 for piece, of_piece in zip(tile, per_piece, strict=True):

@@ -89,13 +89,16 @@ def novelty_scores(features: torch.Tensor, rewards: torch.Tensor, group_size: in
         [`Novelty`]: Scores and valid rows.
     """
     similarities, finite = cosines(features, group_size)
-    scores = rewards.detach().cpu().double()
-    valid = finite & scores.isfinite()
-    peers = in_groups(valid, group_size)[:, None, :] & ~torch.eye(group_size, dtype=torch.bool)  # (P, G, G)
-    scores = in_groups(scores, group_size)[:, None, :].masked_fill(~peers, -torch.inf)
-    weights = scores.softmax(-1).masked_fill(~peers, 0.0)
+    cpu_rewards = rewards.detach().cpu().double()
+    valid = finite & cpu_rewards.isfinite()
+    # `peers[g, i, j]` is True if row j of group g is valid and is not row i, `(N / G, G, G)`.
+    peers = in_groups(valid, group_size)[:, None, :] & ~torch.eye(group_size, dtype=torch.bool)
+    peer_rewards = in_groups(cpu_rewards, group_size)[:, None, :].masked_fill(~peers, -torch.inf)
+    # The softmax of a row without peers is NaN, so set its weights to 0.
+    weights = peer_rewards.softmax(-1).masked_fill(~peers, 0.0)
     explained = (weights * similarities.square()).sum(-1)
-    nu = (1 - explained).clamp(min=0.0).sqrt().masked_fill(~peers.any(-1), 0.0).flatten()
+    nu = (1 - explained).clamp(min=0.0).sqrt()
+    nu = nu.masked_fill(~peers.any(-1), 0.0).flatten()
     return Novelty(nu.masked_fill(~valid, 0.0).to(rewards), valid.to(rewards.device))
 
 
@@ -194,9 +197,11 @@ def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float, group_
     unknown = rows.isnan()
     low = rows.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
     high = rows.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
-    size = torch.maximum(low.abs(), high.abs())
+    magnitude = torch.maximum(low.abs(), high.abs())
     scaled = 2 * (rows - low) / (high - low) - 1
-    return torch.where(high - low > TOLERANCE * size, scaled, in_groups(binary, group_size)).flatten()
+    # Sums of rewards have rounding errors, so rewards that differ by less are equal.
+    differ = high - low > TOLERANCE * magnitude
+    return torch.where(differ, scaled, in_groups(binary, group_size)).flatten()
 
 
 def mixed_enough(
@@ -274,7 +279,7 @@ def geometry(features: torch.Tensor, group_size: int, novelty: Novelty) -> dict[
         rows, the respective entries are missing.
     """
     similarities, _ = cosines(features, group_size)
-    # A feature that is 0 or not finite has a similarity of 0 with itself.
+    # A feature that is 0 or not finite has a similarity of 0 with itself. All other features have 1.
     usable = similarities.diagonal(dim1=1, dim2=2) > 0.5
     pairs = similarities[(usable[:, :, None] & usable[:, None, :]).triu(diagonal=1)]
     scores = novelty.nu[novelty.valid]

@@ -10,8 +10,8 @@ Embedder = Callable[[list[str]], torch.Tensor]  # maps texts `[M]` to vectors `(
 
 
 def reasoning(text: str) -> str:
-    """Return the text after the last `</think>`, which the authors' code compares. Without this mark, return the whole
-    text."""
+    """Return the text after the last `</think>`, which the authors' code compares. If there is no such mark, or no
+    text after it, return the whole text."""
     return text.rpartition("</think>")[2].strip() or text
 
 

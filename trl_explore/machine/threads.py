@@ -1,4 +1,4 @@
-"""One thread for tiny models on a CPU. With more threads, each operation waits for the core of another process."""
+"""One thread for tiny models on a CPU. With more threads, operations wait for cores that other processes use."""
 
 import os
 import sys
@@ -8,10 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Largest number of parameters for which one thread is used, because one was faster than two. Time with two threads
-# divided by the time with one, for 0.1, 1, 4 and 8 million parameters (two cores under a load of 7, 32 rows of 48
-# tokens): 11, 5, 2 and 3 for a training step; 6, 20, 4 and 6 for sampling, and 65 in the worst case. Larger models
-# keep torch's default, because their operations are large enough for several threads.
+# Models of at most this number of parameters use one thread. Larger models keep torch's default, because their
+# operations are large enough for several threads. The table has the time with two threads divided by that with one.
+# The machine had two cores and a load of 7, and a batch had 32 rows of 48 tokens. The worst case of sampling was 65.
+#
+#   million parameters | 0.1 |  1 | 4 | 8
+#   training step      |  11 |  5 | 2 | 3
+#   sampling           |   6 | 20 | 4 | 6
 TINY = 10_000_000
 
 

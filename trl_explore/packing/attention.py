@@ -1,12 +1,14 @@
 """Attention over packed rows: a token attends to the earlier tokens of its own rows, and not to other branches.
 
-The functions are registered with transformers' `AttentionInterface`. A forward pass without packed rows has exactly
-the same results as before. A forward pass with `packed_rows=` is computed in one of three ways:
-- On a CPU, all descendants of a segment attend to its keys. Descendants are consecutive, so this needs no mask. There
-  is one call of the flash kernel per segment for its descendants, and one causal call per segment for itself. Their
-  results are merged by their log-sum-exp.
-- With a sliding window or soft-capping, each segment attends to its chain of ancestors, with a mask.
-- On a GPU, FlexAttention computes the attention. Its mask consists of two comparisons.
+`rows/layout.py` describes packed rows: a trie of segments, which are runs of tokens without a branching. The functions
+here are registered with transformers' `AttentionInterface`. A forward pass without packed rows has exactly the same
+results as before. A forward pass with `packed_rows=` is computed in one of three ways:
+- On a GPU, FlexAttention computes the attention if the head size is at least 16. Its mask consists of two
+  comparisons, and one more with a window.
+- On a CPU, without a sliding window and without soft-capping, `_TreeAttention` needs no mask. All descendants of a
+  segment are consecutive, and attend to all its keys. There is one call of the flash kernel per segment for its
+  descendants, and one causal call per segment for itself. Their results are merged by their log-sum-exp.
+- In all other cases, `masked_attention` lets each segment attend to its chain of ancestors, with a mask.
 """
 
 import sys
@@ -45,11 +47,11 @@ def enable_packing(model: PreTrainedModel) -> None:
             helps.
     """
     config = model.config.to_dict()
-    kinds = set(config.get("layer_types") or ()) - LAYER_TYPES
-    if kinds or model._is_stateful:
+    unsupported = set(config.get("layer_types") or ()) - LAYER_TYPES
+    if unsupported or model._is_stateful:
         raise ValueError(
             f"{type(model).__name__} has layers without full or sliding-window attention "
-            f"({', '.join(sorted(kinds)) or 'recurrent'}), which do not accept packed rows"
+            f"({', '.join(sorted(unsupported)) or 'recurrent'}), which do not accept packed rows"
         )
     if config.get("attention_dropout"):
         raise ValueError(
@@ -57,7 +59,7 @@ def enable_packing(model: PreTrainedModel) -> None:
             "with `attention_dropout=0.0` (in `model_init_kwargs`)"
         )
     original = model.config._attn_implementation
-    if original.startswith(PREFIX):
+    if original.startswith(PREFIX):  # packing is already enabled
         return
     if original not in IMPLEMENTATIONS:
         raise ValueError(
@@ -74,8 +76,11 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the model's original attention inside the `with` block, because continuous batching requires it. The
-    block must not contain the backward pass of an earlier forward pass."""
+    """Restore the model's original attention inside the `with` block, because continuous batching requires it.
+
+    The block must not contain the backward pass of an earlier forward pass: gradient checkpointing would repeat that
+    forward pass with the original attention.
+    """
     name = model.config._attn_implementation
     model.set_attn_implementation(name.removeprefix(PREFIX))
     try:
@@ -111,9 +116,9 @@ def _attend(
     if query.device.type == "cuda" and query.size(-1) >= 16:  # FlexAttention needs a head size of at least 16
         from transformers.integrations.flex_attention import flex_attention_forward
 
-        # torch compiles for the first length, and at the second length once more for all lengths. It cannot compile
-        # for all lengths at once: `mark_dynamic` does not accept the lengths of the mask, and `dynamic=True` does not
-        # accept `softcap`, because both are plain numbers.
+        # torch compiles twice: for the first length, and for all lengths when a second length occurs. It cannot
+        # compile for all lengths at once. `mark_dynamic` does not accept the lengths of the mask, and `dynamic=True`
+        # does not accept `softcap`, because both are plain numbers.
         mask = block_mask(packed_rows, window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
     if window is not None and window > int(packed_rows.position_ids.max()):  # it covers the longest row
@@ -184,16 +189,18 @@ def spans(trie: Trie) -> list[tuple[slice, slice, bool]]:
     """
     Divide attention over a trie into parts that need no mask.
 
+    A segment's own tokens are at positions `start` to `stop`, and its descendants at positions `stop` to `end`.
+
     Returns:
         `list[tuple[slice, slice, bool]]`: Packed positions of the queries and of the keys of each part, and True if
         the part is causal. The causal part of a query comes before its other parts.
     """
     itself, descendants = [], []
     for segment in trie.segments:
-        keys = slice(segment.start, segment.stop)
-        itself.append((keys, keys, True))
+        own = slice(segment.start, segment.stop)
+        itself.append((own, own, True))
         if segment.end > segment.stop:
-            descendants.append((slice(segment.stop, segment.end), keys, False))
+            descendants.append((slice(segment.stop, segment.end), own, False))
     return itself + descendants
 
 
@@ -275,24 +282,29 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     device, depths = rows.input_ids.device, rows.position_ids[0]
     lengths = torch.tensor([s.stop - s.start for s in rows.trie.segments], device=device)
     ends = torch.tensor([s.end for s in rows.trie.segments], device=device).repeat_interleave(lengths)  # (S,)
-    beyond = None
+    # With a window, a query sees only keys deeper than this. It is a tensor, because torch would compile a graph for
+    # every number.
+    deepest_unseen = None
     if window is not None:
-        beyond = depths - window  # a tensor, because torch would compile a graph for every number
+        deepest_unseen = depths - window
 
     def sees(batch, head, q, k):
         # A segment and its descendants are consecutive, up to the segment's end.
         seen = (k <= q) & (q < ends[k])
-        return seen if beyond is None else seen & (beyond[q] < depths[k])
+        return seen if deepest_unseen is None else seen & (deepest_unseen[q] < depths[k])
 
-    # Find out for each pair of blocks if some or every query sees a key, from the extremes of the blocks. A mask over
-    # all pairs of tokens would need memory that grows with the square of their number.
-    first = torch.arange(0, len(depths), BLOCK, device=device)
+    # FlexAttention skips a pair of blocks if no query sees a key (`some` is False). It does not call `sees` if every
+    # query sees every key (`every`). Both follow from the extremes of the blocks, because a mask over all pairs of
+    # tokens would need memory that grows with the square of their number. If `some` is True without need, `sees`
+    # still decides.
+    first = torch.arange(0, len(depths), BLOCK, device=device)  # first position of each block
     end, depth = ends.view(-1, BLOCK), depths.view(-1, BLOCK)
     some = first[:, None] < end.amax(1)
     every = first[:, None] + BLOCK <= end.amin(1)
     if window is not None:
         some &= depth.amin(1)[:, None] - depth.amax(1) < window
         every &= depth.amax(1)[:, None] - depth.amin(1) < window
+    # Keys in later blocks are never seen. Inside a block, `sees` always decides.
     some, every = some.tril(-1), every.tril(-1)
     own = torch.eye(len(first), dtype=torch.bool, device=device)
     mask = BlockMask.from_kv_blocks(

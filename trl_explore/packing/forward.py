@@ -41,8 +41,8 @@ class PackedForward:
     """
     Computes the shared prefixes of a micro-batch's rows only once, in the forward and in the backward pass.
 
-    Results have the same shapes as TRL's, so TRL computes losses and metrics from them. With `mode="off"`, TRL's own
-    pass computes everything.
+    Results have the same shapes as TRL's, so TRL computes losses and metrics from them. With `mode="off"`, the trainer
+    calls TRL's own pass instead of this object.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -54,7 +54,11 @@ class PackedForward:
         token_budget (`int` or `None`):
             Most tokens of one sequence; see the field `packed_token_budget`.
         longest (`int` or `None`):
-            Number of columns up to which rotary factors do not depend on the number of columns. None if they never do.
+            Largest number of columns of padded rows with which the model uses its usual rotary factors. With more
+            columns, the factors change. None if they never change. See
+            [`~trl_explore.sampling.positions.fixed_rotary_length`].
+        min_saved (`int`):
+            Least number of tokens that a shared segment saves. Shorter common prefixes are repeated.
     """
 
     min_saved = MIN_SAVED
@@ -76,6 +80,7 @@ class PackedForward:
         if not self.regroups:
             return 1
         args = self.policy.args
+        # A window is inside one generation batch, which holds the rows, and inside one optimizer step.
         return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
 
     @property
@@ -103,7 +108,8 @@ class PackedForward:
 
         Raises:
             ValueError: With `"on"`, if the model or an option does not allow packing. In all modes, if the longest
-                prompt with its completion does not fit into `packed_token_budget`.
+                prompt with its completion does not fit into `packed_token_budget`, or if several processes use the
+                budget with reentrant gradient checkpointing.
         """
         args = self.policy.args
         try:
@@ -174,7 +180,7 @@ class PackedForward:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.get_text_config().vocab_size, (3, 12), generator=generator)
         ids = ids.to(accelerator.device)
-        ids[1, :8] = ids[0, :8]
+        ids[1, :8] = ids[0, :8]  # two rows share the prompt of 6 tokens, and 2 completion tokens
         mask = torch.ones_like(ids)
         mask[2, :4] = 0  # a shorter prompt
         width = 6  # number of completion tokens
@@ -205,7 +211,8 @@ class PackedForward:
         return own_attention(unwrapped(self.policy, self.policy.model))
 
     def check_lengths(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        """Raise a ValueError if a row of a new batch does not fit into a sequence. Every process must call this."""
+        """Raise a ValueError if a row of a new batch has more tokens than `packed_token_budget`. Every process must
+        call this."""
         if self.token_budget is not None:
             longest = 0
             for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
@@ -260,7 +267,8 @@ class PackedForward:
                 Arguments of `own_pass`.
 
         Returns:
-            `tuple`: Log-probabilities `(B, T)`; entropies `(B, T)`, or None without `compute_entropy`; None.
+            `tuple`: Log-probabilities `(B, T)`; entropies `(B, T)`, or None without `compute_entropy`; None. TRL's
+            third value belongs to the load-balancing loss, with which packing is not allowed.
         """
         if self._changes_positions(input_ids):
             options = {"batch_size": batch_size, "compute_entropy": compute_entropy, **kwargs}
@@ -307,7 +315,7 @@ class PackedForward:
                 Number of completion tokens in the padded rows.
 
         Returns:
-            `list[list[list[int]]]`: For each batch, for each of its sequences: numbers of the rows in it.
+            `list[list[list[int]]]`: For each batch, a list of sequences. A sequence is a list of row indices.
         """
         packs: list[list[list[int]]] = []
         if self.token_budget is None:
@@ -320,7 +328,7 @@ class PackedForward:
         if self.policy.ranks.number == 1:
             return packs
         most = self.policy.ranks.most(max(map(len, packs)))
-        return [found + [[]] * (most - len(found)) for found in packs]
+        return [sequences + [[]] * (most - len(sequences)) for sequences in packs]
 
     def _packed_logps(
         self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, packs: list[list[int]]
@@ -341,8 +349,8 @@ class PackedForward:
                 Numbers of the rows in each sequence.
 
         Returns:
-            `tuple` or `None`: Log-probabilities `(B, T)`; entropies `(B, T)` or None; None. None instead of the tuple
-            if packing does not pay.
+            `tuple` or `None`: Log-probabilities `(B, T)`; entropies `(B, T)` or None; None. If packing does not pay,
+            the result is None instead of a tuple.
         """
         prompts, prompt_mask, completions, completion_mask = _sides(ids, mask, width)
         block = BLOCK if ids.is_cuda else None

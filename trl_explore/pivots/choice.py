@@ -124,6 +124,8 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]
     for token in set(ids) - cache.keys():
         # Decode the token after itself, because some tokenizers remove the space at the beginning of a text.
         cache[token] = decode([token, token])[len(decode([token])) :]
+    # A token with a part of a character decodes to BROKEN. Decode it together with the next tokens, until the text no
+    # longer ends with BROKEN.
     texts = [cache[token] for token in ids]
     begin = 0  # first token of the current character
     for i in range(len(ids)):

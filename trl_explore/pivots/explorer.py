@@ -199,7 +199,7 @@ class PivotExplorer(BranchExplorer):
 
         Args:
             row (`int`):
-                Its main row on this process.
+                Index of the completion's main row on this process.
             trajectory ([`Trajectory`]):
                 The completion.
             most (`int`):
@@ -213,8 +213,11 @@ class PivotExplorer(BranchExplorer):
         )
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
-        last = max(0, most - (self.args.min_remaining_tokens or max(1, most // 10)))
-        num_possible = sum(start <= last for start in starts)  # pivots can be at the first `num_possible` segments
+        # A branch must have tokens left to reach an answer: by default a tenth of the limit.
+        min_remaining = self.args.min_remaining_tokens or max(1, most // 10)
+        last_start = max(0, most - min_remaining)
+        # Pivots can be at the starts of the first `num_possible` segments.
+        num_possible = sum(start <= last_start for start in starts)
         if self.args.pivot_selection == "root":
             # Use the same number of pivots as the method, so that this control samples a similar number of tokens.
             return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, num_possible)
@@ -291,7 +294,7 @@ class PivotExplorer(BranchExplorer):
         order.
 
         Returns:
-            `list[bool | None]`: Whether a branch of each pivot succeeded. None if no branch of the pivot has a reward.
+            `list[bool | None]`: For each pivot, True if a branch succeeded. None if no branch has a reward.
         """
         self.num_batches += 1
         solved: list[bool | None] = []

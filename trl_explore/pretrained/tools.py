@@ -29,6 +29,8 @@ TOOL_CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# The grammar with which transformers parses a response. A call opens with `!name` at the beginning of a line, before a
+# brace. It closes with the line break before the next call, or at the end of the message. All other text is content.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": START + "assistant\n",

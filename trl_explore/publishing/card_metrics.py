@@ -15,7 +15,8 @@ COMMON_METRICS = {
     "completions/mean_length": "tokens per completion",
 }
 
-# Metrics that `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
+# Metrics that `PassAtKCallback` logs under any prefix, without its reward, and the reward of the trainer's own
+# evaluation, `eval_reward`. The groups are the prefix, the kind, k, and the greedy accuracy.
 _EVALUATED = re.compile(r"(?:(.+)/)?(?:(pass|maj|coverage)_at_(\d+)|(greedy_accuracy))$|eval_reward$")
 
 
@@ -142,6 +143,7 @@ def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, 
 
 
 def _result_name(match: re.Match) -> str:
+    """Return the name of a result on the card. Prefixes other than `eval` stay, to tell several callbacks apart."""
     prefix, kind, k, greedy = match.groups()
     name = "reward"
     if kind:

@@ -32,14 +32,14 @@ CURVE_FILE = "training_curve.png"
 TASK_MARK = "task "  # prefix for the data of a task; its space distinguishes it from names on the Hub
 LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
 
-# TRL's fields for logging, saving, evaluation and hardware, which do not change training.
+# Beginnings of the names of TRL's fields for logging, saving, evaluation and hardware, which do not change training.
 _NOT_LEARNING = re.compile(
     r"(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
     r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
     r"num_completions_to_print|vllm_server|vllm_group|restore_callback|ignore_data_skip|"
     r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
 )
-# Fields of any configuration that hold paths or secrets, or do not change training.
+# Parts of the names of fields of any configuration that hold paths or secrets, or do not change training.
 _NOT_ON_CARD = re.compile(
     r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|push_dry_run|sampling_batch_size|"
     r"vllm_weight_sync)$"
@@ -67,7 +67,8 @@ class TrainingFacts:
         datasets (`Sequence[str]`, *optional*, defaults to `()`):
             Hub names, files, folders, or names from [`data_of_task`]. Empty if no name is known.
         local_data (`bool`, *optional*, defaults to `True`):
-            If `True`, data without a name are known to be local.
+            If `True` and `datasets` is empty, the card says that the data are local. If `False`, it says that they
+            were not named.
         rewards (`Sequence[tuple[str, float]]`, *optional*, defaults to `()`):
             Name and weight of each reward function.
         adapter (`str`, *optional*):
@@ -75,7 +76,7 @@ class TrainingFacts:
         chat (`bool`, *optional*, defaults to `True`):
             If `True`, the tokenizer has a chat template.
         paper (`Mapping[str, str]`):
-            arXiv `id` and BibTeX `citation` of the method.
+            arXiv `id` and BibTeX `citation` of the method. Empty if there is no paper.
         tags (`Sequence[str]`, *optional*, defaults to `()`):
             Tags of the model on the Hub.
         hyperparameters (`Mapping[str, Any]`):
@@ -271,13 +272,14 @@ def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list
         names (`Iterable[str]`):
             Hub names, files, folders, or names from [`data_of_task`].
         local (`bool`, *optional*, defaults to `True`):
-            If `True`, data without names are known to be local.
+            If `True` and `names` is empty, describe the data as local. If `False`, describe them as not named.
 
     Returns:
         `tuple[list[str], str]`: The names on the Hub, and a description of all datasets in Markdown.
     """
     names = list(dict.fromkeys(names))
     tasks = [name.removeprefix(TASK_MARK) for name in names if name.startswith(TASK_MARK)]
+    # The name of a task's data has a space, so it is no name on the Hub, and `_is_local` returns True for it.
     ids = [name for name in names if not _is_local(name)]
     num_local = len(names) - len(ids) - len(tasks)
     parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
@@ -304,6 +306,7 @@ def describe_rewards(rewards: Sequence[tuple[str, float]]) -> str:
 
 
 def _is_local(name: str) -> bool:
+    """Return whether a name is a path, exists as a file or folder, or cannot be a name on the Hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if looks_like_path(name) or Path(name).exists():
@@ -327,7 +330,7 @@ def told_hyperparameters(config: "GRPOConfig", base: type) -> dict[str, Any]:
 
     Returns:
         `dict[str, Any]`: By name, the fields that `base` does not have, then the fields that differ from their default
-        in `base`.
+        in `base`. Fields of `base` that are empty lists or dictionaries are left out.
     """
     defaults = {spec.name: spec.default for spec in fields(base)}
     own: dict[str, Any] = {}
@@ -340,6 +343,6 @@ def told_hyperparameters(config: "GRPOConfig", base: type) -> dict[str, Any]:
             continue
         if name not in defaults:
             own[name] = value
-        elif not _NOT_LEARNING.match(name) and value not in (defaults[name], None, {}, []):
+        elif not _NOT_LEARNING.match(name) and value not in (defaults[name], {}, []):
             changed[name] = value
     return own | changed

@@ -24,7 +24,7 @@ MODEL_FILES = (
     "adapter_*",
 )
 ADAPTER_CONFIG = "adapter_config.json"
-LINKED_FROM = 10 * 2**20  # bytes: larger files are linked, because copies would take time and disk space
+LINKED_FROM = 10 * 2**20  # bytes; files of this size or more are linked, because copies take time and disk space
 
 REMEDIES = {
     401: "the Hub does not accept the token: log in again with `hf auth login`, or set HF_TOKEN",
@@ -89,7 +89,8 @@ def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: boo
         `str` or `None`: Description of the conflict, or `None` if the model can be pushed.
     """
     files = set(existing)
-    # transformers loads a repository with both as the adapter, and silently ignores the whole model's weights.
+    # If a repository has an adapter and a whole model, transformers loads the adapter, and silently ignores the
+    # weights of the whole model.
     if ADAPTER_CONFIG in files and not adapter:
         return "an adapter, and this is a whole model"
     if adapter and "config.json" in files and ADAPTER_CONFIG not in files:
@@ -101,7 +102,10 @@ def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: boo
 
 def stage(folder: Path, target: Path, *, allow: Sequence[str] = ("*",), ignore: Sequence[str] = ()) -> None:
     """
-    Link or copy files to publish into another folder, which training does not change during the upload.
+    Link or copy the files to publish into another folder.
+
+    Training may then replace or delete the original files during the upload. It must not write into a large file,
+    because a hard link shares its content.
 
     Args:
         folder (`Path`):

@@ -60,9 +60,13 @@ class Publisher:
 
     def __init__(self, trainer: Any, args: "ExplorationConfig") -> None:
         self.trainer, self.args = trainer, args
-        self._revision: str | None = None
+        self._revision: str | None = None  # branch of the newest push or rehearsal; None: `args.hub_revision`
         self._checkpoints: list[Path] = []  # checkpoints of this run, oldest first
-        self._sent: set[str] = set()  # names of the checkpoints that the Hub has
+        self._sent: set[str] = set()  # names of the checkpoints that need not be sent again
+
+    @property
+    def _branch(self) -> str | None:
+        return self._revision or self.args.hub_revision
 
     # ------------------------------------------------------------------------------------------------ the repository
 
@@ -90,7 +94,8 @@ class Publisher:
                 "`push_to_hub` out."
             )
         private_repo = self.args.hub_private_repo
-        if private is not None:  # in the configuration, because older versions of transformers have no argument for it
+        # Older versions of transformers have no argument for this, so set it in the configuration for the call.
+        if private is not None:
             self.args.hub_private_repo = private
         try:
             make(token)
@@ -107,7 +112,7 @@ class Publisher:
 
     def _prepare_branch(self, api: HfApi) -> str | None:
         """Create the branch if it is missing. If the repository holds another kind of model, describe it."""
-        repo_id, revision = str(self.trainer.hub_model_id), self._revision or self.args.hub_revision
+        repo_id, revision = str(self.trainer.hub_model_id), self._branch
         branch = revision
         try:
             files = api.list_repo_files(repo_id, revision=branch)
@@ -161,11 +166,11 @@ class Publisher:
         repo_id = self.trainer.hub_model_id or self.args.hub_model_id
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         # Drawing takes time, so the checkpoints of a run that is not published get a card without a picture.
-        draws = self.args.push_to_hub or not self.trainer.is_in_train
+        with_picture = self.args.push_to_hub or not self.trainer.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
         history = self.trainer.state.log_history
         metrics = []
-        if draws and has_plots:
+        if with_picture and has_plots:
             metrics = logged_metrics(self.trainer.method, history)
         if metrics:
             training_curves(history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
@@ -175,7 +180,7 @@ class Publisher:
                 model_name=model_name or (repo_id or Path(self.args.output_dir).absolute().name).split("/")[-1],
                 trainer=type(self.trainer).__name__,
                 repo_id=repo_id,
-                revision=self._revision or self.args.hub_revision,
+                revision=self._branch,
                 base_model=get_config_model_id(model.config) or "",
                 datasets=self.trainer.dataset_names,
                 local_data=_is_local(self.trainer.train_dataset),
@@ -187,7 +192,7 @@ class Publisher:
                 hyperparameters=told_hyperparameters(self.args, GRPOConfig),
                 history=history,
                 curve=CURVE_FILE if metrics else None,
-                needs_plots=draws and not has_plots,
+                needs_plots=with_picture and not has_plots,
             )
         )
         card.save(Path(self.args.output_dir) / "README.md")
@@ -237,13 +242,15 @@ class Publisher:
             refusal = error  # raised below, after the files that a user can send by hand are complete
         self.trainer.create_model_card(**kwargs)
         folder, checkpoints = self._stage(STAGE)
+        # A ValueError means that the repository's name or content does not allow the push. So the command in the
+        # message has a placeholder for the name of another repository.
         if isinstance(refusal, ValueError):
-            raise self._unsent(str(refusal), folder, private, repo_id="OWNER/OTHER-NAME") from refusal
+            raise self._unsent(str(refusal), folder, private, self._branch, repo_id="OWNER/OTHER-NAME") from refusal
         if refusal is not None:
-            raise self._unsent(str(refusal), folder, private) from refusal
+            raise self._unsent(str(refusal), folder, private, self._branch) from refusal
         if blocking:
-            return self._send_or_raise(folder, checkpoints, commit_message, token, private)
-        job = run_as_future(self._send_or_raise, folder, checkpoints, commit_message, token, private)
+            return self._send_or_raise(folder, checkpoints, commit_message, token, private, self._branch)
+        job = run_as_future(self._send_or_raise, folder, checkpoints, commit_message, token, private, self._branch)
         self.trainer.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
         return job
 
@@ -272,7 +279,7 @@ class Publisher:
         plan = plan_push(
             self.trainer.hub_model_id,
             folder,
-            revision=revision or self.args.hub_revision,
+            revision=self._branch,
             private=self._is_private(private),
         )
         print(visible_text(str(plan)))
@@ -287,6 +294,7 @@ class Publisher:
                 Folder of the checkpoint.
         """
         self._checkpoints.append(Path(checkpoint_folder))
+        self._revision = None  # checkpoints go to the branch of the configuration, also after a push to another one
         if self.args.push_dry_run:
             return
         # As in TRL: if the last push is still running, this checkpoint is not pushed.
@@ -303,14 +311,15 @@ class Publisher:
         except OSError as error:  # such as a full disk
             self._warn(message, error)
             return
-        job = run_as_future(self._send_or_warn, folder, checkpoints, message, self.args.hub_token)
+        job = run_as_future(self._send_or_warn, folder, checkpoints, message, self.args.hub_token, self._branch)
         jobs = [job]
         if busy:
             jobs = [*self.trainer.push_in_progress.jobs, job]
         self.trainer.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type]  # it takes a list
 
     def _stage(self, name: str, checkpoint: Path | None = None) -> tuple[Path, list[str]]:
-        """Stage the files to send. Return their folder, and the names of the checkpoints that it includes."""
+        """Stage the files to send. Return their folder, and the names of the checkpoints that need not be sent after
+        this push. With `hub_strategy="checkpoint"`, only the last of these checkpoints is in the folder."""
         output = Path(self.args.output_dir)
         target = output / name
         shutil.rmtree(target, ignore_errors=True)
@@ -338,28 +347,30 @@ class Publisher:
                 stage(path, target / path.name, ignore=["README.md"])
         return target, [path.name for path in waiting]
 
-    def _send(self, folder: Path, checkpoints: list[str], message: str | None, token: str | None) -> CommitInfo:
+    def _send(
+        self, folder: Path, checkpoints: list[str], message: str | None, token: str | None, branch: str | None
+    ) -> CommitInfo:
         info = _api(token).upload_folder(
             repo_id=str(self.trainer.hub_model_id),
             folder_path=folder,
             commit_message=message,
-            revision=self._revision or self.args.hub_revision,
+            revision=branch,  # not the newest one, because this may run later, in another thread
         )
         self._sent.update(checkpoints)
         shutil.rmtree(folder)
         return info
 
-    def _send_or_raise(self, folder, checkpoints, message, token, private) -> CommitInfo:
+    def _send_or_raise(self, folder, checkpoints, message, token, private, branch) -> CommitInfo:
         try:
-            return self._send(folder, checkpoints, message, token)
+            return self._send(folder, checkpoints, message, token, branch)
         except Exception as error:
             raise self._unsent(
-                f"cannot publish as {self.trainer.hub_model_id!r}: {explain(error)}.", folder, private
+                f"cannot publish as {self.trainer.hub_model_id!r}: {explain(error)}.", folder, private, branch
             ) from error
 
-    def _send_or_warn(self, folder, checkpoints, message, token) -> None:
+    def _send_or_warn(self, folder, checkpoints, message, token, branch) -> None:
         try:
-            self._send(folder, checkpoints, message, token)
+            self._send(folder, checkpoints, message, token, branch)
         except Exception as error:
             shutil.rmtree(folder)
             self._warn(message, error)
@@ -372,13 +383,15 @@ class Publisher:
             explain(error),
         )
 
-    def _unsent(self, reason: str, folder: Path, private: bool | None, repo_id: str | None = None) -> HubError:
+    def _unsent(
+        self, reason: str, folder: Path, private: bool | None, branch: str | None, *, repo_id: str | None = None
+    ) -> HubError:
         """Return an error with the reason and the command that sends the files in `folder`."""
         output_dir = self.args.output_dir
         command = upload_command(
             repo_id or self.trainer.hub_model_id or self.args.hub_model_id or Path(output_dir).absolute().name,
             folder,
-            revision=self._revision or self.args.hub_revision,
+            revision=branch,
             private=self._is_private(private),
         )
         return HubError(

@@ -129,7 +129,8 @@ class CachedRetriever(Shared):
 
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
-            Retriever to call, once per call for all queries that are not in the cache. Its errors are not cached.
+            Retriever that answers queries that are not in the cache. Each call of `search` sends it all of these
+            queries at once. Its errors are not cached.
         max_size (`int`, *optional*, defaults to `10000`):
             Maximum number of results in the cache, which removes the least recently used first. Positive.
         max_bytes (`int`, *optional*, defaults to `268435456`):
@@ -163,8 +164,9 @@ class CachedRetriever(Shared):
             self.hits += len(queries) - len(missing)
             self.misses += len(missing)
             for query, passages in found.items():
-                if (query, top_k) not in self._known:
-                    self._num_bytes += _num_bytes(query, passages)
+                if (query, top_k) in self._known:  # another thread may have found other passages
+                    self._num_bytes -= _num_bytes(query, self._known[query, top_k])
+                self._num_bytes += _num_bytes(query, passages)
                 self._known[query, top_k] = passages
                 self._known.move_to_end((query, top_k))
             while len(self._known) > self.max_size or self._num_bytes > self.max_bytes:
@@ -187,8 +189,8 @@ class SearchTool(Shared):
     If a search fails, the tool raises an error. TRL passes the error to the model, which may search again or answer.
     For an empty query or a search without results, the tool returns a sentence. It is safe to use from many threads.
 
-    The attributes `calls` and `failures` count searches. After `max_failures` failures in a row, `down` is the error
-    that every search raises, until [`~SearchTool.reset`].
+    The attributes `calls` and `failures` count searches that reached the retriever. After `max_failures` failures in a
+    row, `down` is the error that every search raises, until [`~SearchTool.reset`].
 
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
@@ -258,7 +260,7 @@ class SearchTool(Shared):
             raise RetrieverDown(str(self.down)) from self.down
         try:
             passages = self._ask(query)
-        except Exception as error:  # of any retriever; the rollout continues
+        except Exception as error:  # a retriever may raise anything; TRL shows the error to the model and continues
             self._record_failure(error)
             message = "The search engine did not answer; try again, or answer from what you know."
             raise RetrieverError(message) from error

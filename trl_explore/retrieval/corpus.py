@@ -98,7 +98,8 @@ def load_corpus(path: str | Path) -> "Dataset":
         [`~datasets.Dataset`]: The unchanged rows of the file, memory-mapped from disk.
 
     Raises:
-        `ValueError`: If the file cannot be read, is empty, or has a row without text. The message has the number.
+        `ValueError`: If the file cannot be read, is empty, or has a row without text. The message has the number of
+            the row.
     """
     import datasets
 

@@ -93,7 +93,7 @@ def _save_index(folder: Path, description: dict[str, Any], write: Callable[[Path
 
 
 class Shared:
-    """Base class of services without state: a deep copy of an object, such as an environment, shares the service."""
+    """Base class of services. A deep copy of an object, such as an environment, shares the service with the object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -189,7 +189,7 @@ class DenseRetriever(Shared):
 
     Raises:
         `ImportError`: If the extra `dense` is not installed.
-        `ValueError`: If the corpus is empty, or if the index belongs to another corpus, encoder or prefix.
+        `ValueError`: If the corpus is empty, or if the index belongs to another corpus, encoder or passage prefix.
     """
 
     def __init__(

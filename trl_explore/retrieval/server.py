@@ -113,6 +113,7 @@ def build_app(
             hits: list[dict[str, Any]] = []
             for passage in passages:
                 document = {"id": passage.id, "contents": passage.contents}
+                # Search-R1's clients expect bare documents, unless they ask for scores.
                 if request.return_scores:
                     hits.append({"document": document, "score": passage.score})
                 else:

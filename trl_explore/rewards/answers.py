@@ -55,7 +55,8 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 class _Mark(NamedTuple):
-    """Final answer in a text, from `start` to `end`. math-verify parses `source`."""
+    r"""Marked final answer in a text. `start` and `end` include the mark, such as `\boxed{}`. math-verify parses
+    `source`."""
 
     start: int
     end: int
@@ -96,7 +97,8 @@ def extract_answer(text: str) -> str | None:
     Return the final answer of a text: the content of the last `\boxed{...}` or the rest of the line after the last
     `#### `, whichever comes later.
 
-    A `\boxed{` that is never closed (in a truncated completion) and a `####` at the end of a line do not count.
+    These do not count: a `\boxed{` that is never closed (in a truncated completion), a box with more than 500
+    characters, and a `####` at the end of a line.
 
     Args:
         text (`str`):
@@ -173,8 +175,8 @@ def choice_letter(text: str) -> str | None:
             Text of a completion.
 
     Returns:
-        `str` or `None`: The upper-case letter in the last mark, or without a mark the last one in prose such as
-        `The answer is (B)`. `None` if there is neither.
+        `str` or `None`: The upper-case letter in the last mark. If there is no mark, the last letter in prose such as
+        `The answer is (B)`. `None` if the last mark contains no choice, or if there is neither a mark nor such prose.
     """
     answer = extract_answer(text)
     if answer is not None:
@@ -309,8 +311,8 @@ def accuracy_reward(
 
 
 def multiple_choice_reward(
-    completions: Sequence[str | list[dict[str, Any]]], answer: list[str], **kwargs: Any
-) -> list[float]:
+    completions: Sequence[str | list[dict[str, Any]]], answer: list[str | None], **kwargs: Any
+) -> list[float | None]:
     r"""
     Reward function that is 1.0 if a completion chooses the right letter, as [`choice_letter`] reads it, else 0.0.
 
@@ -318,12 +320,12 @@ def multiple_choice_reward(
         completions (`list[str]` or `list[list[dict]]`):
             Completions, plain or as messages.
         answer (`list[str]`):
-            Letters of the right choices.
+            Letters of the right choices. None if the right choice is not known.
         **kwargs:
             Other columns and TRL's arguments, not used.
 
     Returns:
-        `list[float]`: 1.0 or 0.0 per completion.
+        `list[float | None]`: 1.0 or 0.0 per completion. `None` where `answer` is None.
 
     Example:
     ```python
@@ -331,8 +333,11 @@ def multiple_choice_reward(
     [1.0, 0.0]
     ```
     """
-    rewards = []
+    rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
+        if gold is None:
+            rewards.append(None)
+            continue
         letter = choice_letter(completion_text(completion))
         rewards.append(float(letter == gold.strip().upper()))
     return rewards

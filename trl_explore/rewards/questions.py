@@ -27,6 +27,8 @@ Gold = str | Sequence[str]
 
 def normalize_answer(text: str) -> str:
     """Normalize a text as SQuAD does: lower case, no ASCII punctuation, no articles, single spaces. Also apply NFC."""
+    # Apply NFC before punctuation is removed, so that `=` with a combining stroke becomes `≠`, which is not ASCII.
+    # Apply it again afterwards, because a letter and a combining accent may have become neighbours.
     lowered = " ".join(unicodedata.normalize("NFC", text.lower()).split())
     bare = unicodedata.normalize("NFC", lowered.translate(NO_PUNCTUATION))
     return " ".join(ARTICLES.sub(" ", bare).split())
@@ -45,7 +47,7 @@ def exact_match(prediction: str, golds: Gold) -> float:
     """
     Return 1.0 if a prediction equals a gold answer after SQuAD's normalization, else 0.0.
 
-    SQuAD's normalization removes articles, so that the answers `A.`, `(a)` and `the` are equal.
+    SQuAD's normalization removes articles, so the answers `A.`, `(a)` and `the` are equal.
 
     Args:
         prediction (`str`):
@@ -212,7 +214,8 @@ def _shape(text: str) -> str:
 
 
 def _follows_tags(turns: list[str], *, require_search: bool, require_thinking: bool) -> bool:
-    """Return whether the last turn is a thought and an answer, and every earlier turn a thought and a search."""
+    """Return whether the last turn is an answer, and every earlier turn a search. A thought may come first in a turn.
+    With `require_thinking`, it must. With `require_search`, there must be an earlier turn."""
     search_shapes, answer_shapes = [THINKING + SEARCH], [THINKING + ANSWER]
     if not require_thinking:
         search_shapes.append(SEARCH)
@@ -233,7 +236,9 @@ def _calls_known_tools(completion: list[dict[str, Any]]) -> bool:
 
 
 def _follows_tools(messages: list[dict[str, Any]], *, require_search: bool, require_thinking: bool) -> bool:
-    """Return whether every message calls a tool, except the last, which has exactly one answer and any other text."""
+    """Return whether every message calls a tool, except the last, which has exactly one answer and any other text.
+    With `require_thinking`, every message must have a thought. With `require_search`, there must be an earlier
+    message."""
     *searches, last = messages
     if require_search and not searches:
         return False
@@ -280,7 +285,7 @@ def make_search_reward(
     trust_information: bool = False,
 ) -> Callable[..., list[float | None]]:
     """
-    Reward of BranPO's search agents (https://huggingface.co/papers/2602.03719, appendix A.3).
+    Return the reward function of BranPO's search agents (https://huggingface.co/papers/2602.03719, appendix A.3).
 
     A trajectory that breaks the format gets the penalty, and every other trajectory gets the score of its answer. The
     format of the paper's prompt (table 6) is required exactly. Truncated trajectories and, by default, answers without
@@ -290,8 +295,9 @@ def make_search_reward(
       `<thinking>...</thinking><answer>...</answer>`. Turns are the assistant's messages. In a text with
       `trust_information=True`, turns are the parts between `<information>...</information>`.
     - Tool calls of TRL. Every assistant message except the last calls a tool that exists. The last message contains
-      exactly one `<answer>`. A thought is a `<thinking>` tag or the thought that the chat template has. This format
-      also applies to messages without any search.
+      exactly one `<answer>`. A thought is a `<thinking>` tag, or the field `reasoning_content` or `thinking` of a
+      message, into which TRL moves the thoughts of a chat template. This format also applies to messages without any
+      search.
 
     Args:
         score (`str`, *optional*, defaults to `"f1"`):

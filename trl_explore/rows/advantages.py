@@ -35,7 +35,7 @@ def equal_rewards(
     """
     Return the mask of the rows in groups of equal rewards.
 
-    Do not look for such groups by their advantages: rounding leaves advantages of up to 1e-3 there.
+    Do not look for such groups by their advantages: rounding leaves advantages of up to 1e-3 in them.
 
     Args:
         rewards_per_func (`torch.Tensor`):
@@ -96,8 +96,8 @@ def contrasts(rewards: Sequence[float], *, scale: str = "group") -> list[float]:
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:
-    """Return the mask `(B,)` of rows that can change the policy. A row can if the absolute value of any of its
-    advantages, `(B,)` or `(B, T)`, exceeds `tolerance`."""
+    """Return the mask `(B,)` of rows that can change the policy: rows with an advantage whose absolute value exceeds
+    `tolerance`. `advantages` has shape `(B,)` or `(B, T)`."""
     nonzero = advantages.abs() > tolerance
     if nonzero.dim() == 2:
         nonzero = nonzero.any(dim=1)

@@ -69,10 +69,11 @@ class LoggedColumns:
 
 
 def _of_rows(by_function: list[list[Any]], number: int) -> list[Any] | None:
-    """Return one value for each of `number` rows, or None if the values do not tell which rows they belong to."""
+    """Return one value for each of `number` rows, or None if the number of values does not fit."""
     whole = [values for values in by_function if values and len(values) % number == 0]
     if whole:
         return whole[-1][-number:]  # if a function logs a column twice, the second time counts
+    # Each function may have logged only some rows. If the counts add up, assume that the values are in row order.
     together: list[Any] = []
     for values in by_function:
         together.extend(values)

@@ -146,7 +146,7 @@ def _as_text(entry: Any, shared: float | None = None) -> Text:
 
 
 def _parts_of(content: Any) -> list[str]:
-    """Return the texts of a message's content. Another part, such as an image, is its type in brackets."""
+    """Return the texts of a message's content. A part that is no text, such as an image, becomes `[IMAGE]`."""
     if not isinstance(content, list):
         return [content or ""]
     texts = []
@@ -159,11 +159,20 @@ def _parts_of(content: Any) -> list[str]:
 
 
 def _call(function: dict[str, Any]) -> str:
-    """Return a tool call as `name(argument=value)`. Its arguments are a dictionary or JSON text."""
-    given = function.get("arguments", {})
-    arguments = json.loads(given) if isinstance(given, str) else given
-    shown = ", ".join(f"{visible_text(str(name))}={visible_text(repr(_visible(v)))}" for name, v in arguments.items())
-    return f"{visible_text(function.get('name', '?'))}({shown})"
+    """Return a tool call as `name(argument=value)`. Arguments that are neither a dictionary nor its JSON text, which a
+    model may write, are shown as they are."""
+    given = arguments = function.get("arguments", {})
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given)
+        except json.JSONDecodeError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return f"{visible_text(function.get('name', '?'))}({visible_text(str(given))})"
+    shown = []
+    for name, value in arguments.items():
+        shown.append(f"{visible_text(str(name))}={visible_text(repr(_visible(value)))}")
+    return f"{visible_text(function.get('name', '?'))}({', '.join(shown)})"
 
 
 def _visible(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Rollout:
     logprobs: list[list[float | None]] | None = None  # under the sampling policy, `[B][T_i]`
     loss_mask: list[list[int]] | None = None  # `[B][T_i]`; 1: trained, 0: context only; by default all are trained
     known_rewards: list[list[float]] | None = None  # `[B][F]`; set if the method scored the completions already
-    extra: Sequence[Mapping[str, Any]] | None = None  # values that reward functions logged then, by column, `[B]`
+    extra: Sequence[Mapping[str, Any]] | None = None  # logged by reward functions with `known_rewards`, `[B]`
 
 
 @dataclass
@@ -109,8 +109,9 @@ class Rows:
         of rows.
 
         Reward functions may change their arguments, so each row of the result owns its example, its messages and its
-        tokens. A filler row trains nothing: its loss mask is 0, its only token is the end-of-sequence `token_id`, and
-        its rewards are NaN. `example` gives it columns. `num_rows` is a multiple of the group size.
+        completion tokens. A filler row trains nothing: its loss mask is 0, its only token is the end-of-sequence
+        `token_id`, and its rewards are NaN. It has the columns of `example`. `num_rows` is a multiple of the group
+        size.
         """
         num_fill = num_rows - len(self)
         examples = [*self.examples, *[example] * num_fill]

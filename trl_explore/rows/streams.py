@@ -23,7 +23,7 @@ from trl_explore.rows.layout import group_rows
 
 RowDict = dict[str, Any]
 
-# Divisor of TRL's loss by loss type: rows of the micro-batch, trained tokens of it, or `num_items_in_batch`.
+# Divisor of TRL's loss by loss type: rows of the micro-batch, its trained tokens, or `num_items_in_batch`.
 LOSS_NORMALISERS = {
     "grpo": "rows",
     "sapo": "rows",
@@ -138,9 +138,9 @@ def mask_rows(rows: RowDict, keep: torch.Tensor) -> RowDict:
 
 
 def trim_padding(rows: RowDict) -> RowDict:
-    """Return a shallow copy without the columns that contain only padding. Without it, a micro-batch of short rows
-    would cost as much as the longest row of the generation batch. Prompts are padded on the left, completions on the
-    right."""
+    """Return a shallow copy without the columns that contain only padding. Without trimming, a micro-batch of short
+    rows would cost as much as the longest row of the generation batch. Prompts are padded on the left, completions on
+    the right."""
     num_prompt = rows["prompt_mask"].size(1)
     num_completion = rows["completion_ids"].size(1)
     longest_prompt = max(int(rows["prompt_mask"].sum(dim=1).max()), 1)
@@ -243,6 +243,7 @@ def split_stream(
     index = torch.cat([kept, torch.zeros(num_fill, dtype=kept.dtype, device=kept.device)])
     real = torch.arange(len(index), device=kept.device) < len(kept)
     dealt = mask_rows(select_rows(rows, index), real)
+    # Row i goes to micro-batch i % num_steps. So filler rows, which come last, are spread over the micro-batches.
     order = torch.arange(len(index)).view(rows_per_step, num_steps).T  # (num_steps, rows_per_step)
     if together:
         order = torch.cat([_grouped(dealt, part) for part in order.split(window or num_steps)])

@@ -69,8 +69,8 @@ class CompletionsTable:
                 logs["extra"][name].extend(columns_of_process[name])
         found = {}
         for name, scored in streams.items():
-            advantages = ranks.gather(_row_advantages(scored.rows))[ranks.gather(scored.real)]
-            found[name] = {**scored.logged, "advantages": advantages.tolist()}
+            advantages, real = ranks.gather(_row_advantages(scored.rows)), ranks.gather(scored.real)
+            found[name] = {**scored.logged, "advantages": advantages[real].tolist()}
         if not self._in_rounds:
             self.streams = found
             return
@@ -103,8 +103,8 @@ class CompletionsTable:
         self._known_columns = set(columns)
 
     def _place(self, parent: float, num_rows: int) -> float:
-        """Return the row number of a main row in the table. `parent` is its number in a batch of full size; earlier
-        rounds may have had fewer rows. NaN stays NaN."""
+        """Return the row number of a main row in the table. `parent` counts rows as if every process had the rows of a
+        full batch, but a round may have fewer: `num_rows` per process. NaN stays NaN."""
         if math.isnan(parent):
             return parent
         rank, row = divmod(int(parent), self.policy.args.generation_batch_size // self.policy.ranks.number)
@@ -120,8 +120,8 @@ class CompletionsTable:
         return self.evaluated
 
     def one_reward_per_name(self, logs: Logs, num_rows: int) -> None:
-        """Keep one value per row for reward functions that share a name, in the `num_rows` newest rows of every
-        process. TRL writes one value per function into the same column. The values of the last function stay."""
+        """Keep one value per row for reward functions that share a name, because TRL writes the values of all of them
+        into one column. Keep the values of the last function, for the `num_rows` newest rows of every process."""
         keep_one_reward_per_name(logs, self.policy.reward_func_names, num_rows * self.policy.ranks.number)
 
     def state(self, logs: Logs, step: int) -> dict[str, Any]:

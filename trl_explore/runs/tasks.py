@@ -372,7 +372,7 @@ def _user_task(path: str) -> RunTask:
         raise UsageError(
             f"task={path!r} has no {missing[0]}; a task has {', '.join(TASK_ATTRIBUTES)}, see trl_explore.tasks.Task"
         )
-    if not hasattr(found, "build_dataset"):
+    if not hasattr(found, "build_dataset"):  # a spec, such as `ReasoningGymSpec("gcd")`
         return SpecTask(found)
     if not is_teachable(found):
         if id(found) not in _user_specs:

@@ -94,7 +94,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is KeyboardInterrupt and self._busy:  # otherwise no run is saved
+        if kind is KeyboardInterrupt and self._busy:  # without a running job, there is nothing to save
             print(NOTICE, file=sys.stderr, flush=True)
         self.close()
 

@@ -92,7 +92,7 @@ def recorded(
 
     Sharing the prompt pass changes logits only by rounding errors, like another batch size. Prompts are not shared
 
-    - if the cache is filled, or is not a plain `DynamicCache` of full or sliding-window attention;
+    - if the cache already has tokens, or is not a plain `DynamicCache` of full or sliding-window attention;
     - if rows have inputs other than token ids, attention mask and positions;
     - if the model is multimodal or has an encoder and a decoder;
     - if dropout is active, because equal prompts would then have the same noise;

@@ -34,7 +34,7 @@ from trl_explore.sampling.generation import (
 )
 from trl_explore.sampling.positions import fixed_rotary_length
 
-FIRST_SLOTS = 1024  # tokens for which memory is allocated first
+FIRST_SLOTS = 1024  # minimum number of tokens of the first allocation of memory
 
 # Options that the loop below follows exactly as `generate` does. If another option is set, `generate` samples.
 OPTIONS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
@@ -249,8 +249,8 @@ class PathCache:
             rows (`Sequence[list[int]]`):
                 Token ids `[B][P_i]`, at least one per row. Equal rows are encoded once.
             budgets (`Sequence[int]`):
-                Number of new tokens of each row that a later call may continue, `[B]`. All rows are sampled up to the
-                largest budget, as `generate` does; callers cut them.
+                Most new tokens of each row that the caller uses, `[B]`. All rows are sampled up to the largest budget,
+                as `generate` does, and the caller cuts them. Only tokens within a row's budget are kept in the cache.
             entropies (`float`, *optional*):
                 Temperature of the distributions whose entropies are returned. None for no entropies.
 
@@ -340,13 +340,14 @@ class PathCache:
         return torch.multinomial(of_all, 1).squeeze(1)[rows]
 
     def _encode(self, prefixes: list[tuple[int, ...]]) -> _Encoded:
-        """Encode the tokens of distinct prefixes that are not kept yet, and at least the last token of each."""
+        """Encode distinct prefixes: the tokens that are not kept yet, and at least the last token of each prefix,
+        whose logits are needed."""
         known = [self._find(prefix) for prefix in prefixes]
-        short = [i for i, path in enumerate(known) if len(path) < len(prefixes[i]) - 1]
+        incomplete = [i for i, path in enumerate(known) if len(path) < len(prefixes[i]) - 1]
         # In one forward pass all rows get the same number of new tokens. So first complete the prefixes with several
         # missing tokens; otherwise the other prefixes would be encoded again with them.
-        if 0 < len(short) < len(prefixes):
-            self._encode_after([(prefixes[i][:-1], known[i]) for i in short])
+        if 0 < len(incomplete) < len(prefixes):
+            self._encode_after([(prefixes[i][:-1], known[i]) for i in incomplete])
             known = [self._find(prefix) for prefix in prefixes]
         return self._encode_after(list(zip(prefixes, known, strict=True)))
 
@@ -363,7 +364,7 @@ class PathCache:
         new = max(max(1, len(ids) - len(path)) for ids, path in asked)
         paths, fresh, padded = [], [], []
         for ids, path in asked:
-            path = path[: max(0, len(ids) - new)]
+            path = path[: max(0, len(ids) - new)]  # a row with fewer missing tokens encodes kept tokens again
             rest = list(ids[len(path) :])
             paths.append(path)
             fresh.append(rest)
@@ -437,7 +438,7 @@ class PathCache:
         assert self._pool is not None
         slots = []
         for path in paths:
-            slots += [0] * (width - len(path))
+            slots += [0] * (width - len(path))  # any slot, because the attention mask hides padding
             slots += [node.slot for node in path]
         flat = self._pool[torch.tensor(slots, device=self.device)].view(len(paths), width, -1)
         parts = flat.split([heads * size for heads, size in self._shapes], dim=-1)
@@ -507,7 +508,7 @@ class PathCache:
                 if child.used < self._now:
                     found.append((child.used, -depth, token, node))
                 open_nodes.append((child, depth + 1))
-        # Whoever uses a node also uses its ancestors. So in this order a node goes only after all its descendants.
+        # A call that uses a node also uses its ancestors. So in this order a node goes only after all its descendants.
         for _, _, token, parent in sorted(found, key=lambda entry: entry[:2])[:number]:
             self._free.append(parent.children.pop(token).slot)
 

@@ -90,7 +90,8 @@ class Sampler:
         self.paths = None
 
     def _without_paths(self, reason: str) -> None:
-        """Sample the rest of the rollout with `generate`, which encodes prefixes again."""
+        """Drop the path cache, so that `generate` samples the rest of the rollout. It encodes prefixes again, so warn
+        once. `reason` is a noun for the warning."""
         assert self._rollout is not None
         self._rollout.close()
         if not self._warned:
@@ -137,7 +138,8 @@ class Sampler:
                 If `True`, return the entropy of the distribution that each token was sampled from. vLLM does not
                 report entropies; the mean of its negative log-probabilities estimates their mean.
             collective (`bool`, *optional*, defaults to `True`):
-                If `True`, all processes make this call. In a tool loop they do not: each has its own number of turns.
+                If `True`, all processes make this call. Pass `False` in a tool loop, because each process has its own
+                number of turns.
 
         Returns:
             `list[list[Continuation]]`: Continuations `[R][num_samples_i]`.
@@ -224,7 +226,8 @@ class Sampler:
         self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
     def _parts(self, budgets: list[int], begun: Sequence[int] | None) -> list[Part]:
-        """Return the position of each request's new tokens in its completion, `[R]`."""
+        """Return the position of each request's new tokens in its completion, `[R]`. A budget may exceed
+        `max_completion_length`; then the completion ends where the budget ends."""
         if begun is None:
             return [Part(0, budget) for budget in budgets]
         most = self.policy.args.max_completion_length or 0

@@ -20,7 +20,9 @@ TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
 
 def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
     """
-    Convert a value to numbers, texts, tensors, lists, dictionaries and pairs of them. [`from_plain`] converts it back.
+    Convert a value to numbers, texts, tensors, lists and dictionaries. [`from_plain`] converts it back.
+
+    A value of another known type becomes a pair: the name of the type, such as `"date"`, and its plain content.
 
     Args:
         value (`Any`):
@@ -40,7 +42,11 @@ def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
     if kind is list:
         return [to_plain(item, other=other) for item in value]
     if kind is dict:
-        return {to_plain(key, other=other): to_plain(item, other=other) for key, item in value.items()}
+        pairs = [(to_plain(key, other=other), to_plain(item, other=other)) for key, item in value.items()]
+        try:
+            return dict(pairs)
+        except TypeError:  # the plain form of a key has a list, so it cannot be a key
+            return "dict", [list(pair) for pair in pairs]
     if kind is tuple:
         return "tuple", [to_plain(item, other=other) for item in value]
     if kind is bytes:
@@ -108,6 +114,8 @@ def from_plain(value: Any) -> Any:
     if type(value) is not tuple:
         return value
     name, content = value
+    if name == "dict":
+        return {from_plain(key): from_plain(item) for key, item in content}
     if name == "tuple":
         return tuple(from_plain(item) for item in content)
     if name == "bytes":

@@ -80,7 +80,8 @@ class MethodFile:
             append_lines(self.path, records)
 
     def may_resume(self, size: int) -> bool:
-        """Return whether `size`, the size in a checkpoint, is positive and at most the size of the file."""
+        """Return whether a resumed run can cut the file to `size`, its size in a checkpoint, and append to it. If the
+        size is 0, the checkpoint has no usable file."""
         return 0 < size <= self.size
 
     def cut_back(self, size: int) -> None:

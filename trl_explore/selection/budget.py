@@ -22,15 +22,15 @@ CONTRAST = 0.9
 
 
 def knapsack_gain(number: int, rate: float) -> float:
-    """Return the increase of `(1 - p^n - (1-p)^n) p (1-p)^2`, the probability of contrast times its value, from
-    `number` rows n to n + 1 rows. It decreases with n."""
+    """Return the gain of one more row in `(1 - p^n - (1-p)^n) p (1-p)^2`, the probability of contrast times its value.
+    `number` is n, the number of rows before, and `rate` is p. The gain decreases with n."""
     gained = rate**number * (1 - rate) + (1 - rate) ** number * rate
     return gained * rate * (1 - rate) ** 2
 
 
 def vip_gain(number: int, rate: float) -> float:
-    """Return the decrease of the variance of a prompt's gradient, `p (1-p) / (n-1)`, from `number` rows n to n + 1
-    rows. It is infinite below two rows, and 0 if the variance is 0."""
+    """Return the decrease of `p (1-p) / (n-1)`, the variance of a prompt's gradient, by one more row. `number` is n,
+    the number of rows before, and `rate` is p. The decrease is infinite below two rows, and 0 if the variance is 0."""
     spread = rate * (1 - rate)
     if spread == 0:
         return 0.0
@@ -140,8 +140,8 @@ def unequal_advantages(
 
 
 def check_budget(args: "ExplorationConfig") -> None:
-    """Raise a ValueError if a budget is impossible, or if another field needs groups of equal size. `args` is any
-    configuration."""
+    """Raise a ValueError if a budget is impossible, or if another field needs groups of equal size. `args` may
+    be the configuration of any method."""
     if args.budget == "uniform":
         return
     size, field = args.num_generations, f"`budget={args.budget!r}`"

@@ -37,7 +37,7 @@ class PromptOrder:
         self._sampler = RepeatSampler(self.data, mini_repeat_count=1, shuffle=self.shuffle, seed=self.seed)
         passes, gone = divmod(taken, len(self.data))
         for _ in range(passes):
-            list(self._sampler)
+            list(self._sampler)  # advances the sampler's generator, so that each pass has its own order
         self._ahead = deque(list(self._sampler)[gone:])  # places of this pass that were not taken yet
 
     def fingerprint(self) -> str | None:

@@ -71,7 +71,7 @@ class Rounds:
         Returns:
             `tuple`: The main rows, the streams, and the mask `(B,)` of the main rows to train, None for all.
         """
-        number = len(inputs) // self.size
+        number = len(inputs) // self.size  # prompts of this process in a batch
         places: list[int] = []
         if self.order is not None:
             places = self._taken([number] * self.policy.ranks.number)
@@ -92,7 +92,7 @@ class Rounds:
         rounds, missing = 1, 0
         if self.args.dynamic_sampling == "refill":
             num_found = int(keep.sum()) // self.size  # groups with contrast
-            others, found = [output], [streams]
+            outputs, streams_of_rounds = [output], [streams]
             while True:
                 missing = number - num_found
                 most = self.policy.ranks.most(missing)
@@ -100,20 +100,20 @@ class Rounds:
                     break
                 places = self._taken(self.policy.ranks.objects([missing]))
                 # All processes must score the same number of rows. Filler rows are dropped afterwards.
-                unused = fillers[: (most - missing) * self.size]
-                more, more_streams = play(self._rows(places) + [own_copy(row) for row in unused])
+                filling = fillers[: (most - missing) * self.size]
+                more, more_streams = play(self._rows(places) + [own_copy(row) for row in filling])
                 self._note(places, missing)
                 is_filler = torch.arange(most * self.size, device=keep.device) >= missing * self.size
                 good = self.contrast() & ~is_filler
-                others.append(select_rows(more, good.nonzero().squeeze(1)))
-                found.append(more_streams)
+                outputs.append(select_rows(more, good.nonzero().squeeze(1)))
+                streams_of_rounds.append(more_streams)
                 num_found += int(good.sum()) // self.size
                 sampled += missing
                 tokens += self._tokens(more)
                 rounds += 1
             if rounds > 1:
-                output, keep = self._refilled(others, keep)
-                streams = self._joined(found)
+                output, keep = self._refilled(outputs, keep)
+                streams = self._joined(streams_of_rounds)
         own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": missing}
         total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
         self.counts["discarded_tokens"] += int(total["discarded"])
@@ -234,11 +234,11 @@ class Rounds:
                 own.append((place, succeeded(known, threshold=threshold).float().mean().item()))
         self.solved.note(self.policy.ranks.objects(own))
 
-    def _refilled(self, others: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
+    def _refilled(self, outputs: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
         """Return the rows of the first round. Groups of later rounds replace groups without contrast, as far as there
-        are any. Also return the mask of the rows to train, `(B,)`. `others` are the rows of all rounds, the first
-        included, and `keep` is the mask of the rows of the first round that have contrast."""
-        output = merge_rows(others, pad_id=self.policy.tokenizer.pad_token_id)
+        are any. Also return the mask of the rows to train, `(B,)`. `outputs` are all rows of the first round and
+        the rows with contrast of later rounds. `keep` is the mask of the rows of the first round with contrast."""
+        output = merge_rows(outputs, pad_id=self.policy.tokenizer.pad_token_id)
         num_later = len(output["completion_ids"]) - len(keep)
         free = (~keep).nonzero().squeeze(1)[:num_later]
         index = torch.arange(len(keep), device=keep.device)  # for each row of the result, its index in `output`
@@ -249,7 +249,9 @@ class Rounds:
         return output, keep.index_fill(0, free, True)
 
     def _joined(self, found: list[Streams]) -> Streams:
-        """Return the streams of all rounds. Branches from groups that were removed are trained anyway."""
+        """Return the streams of all rounds. Branches from groups that were removed are trained anyway. If the weight
+        of a stream differs between rounds, the largest counts. `logged` stays empty, because the completions table
+        already has the rows of each round."""
         joined: Streams = {}
         names = dict.fromkeys(name for streams in found for name in streams)  # in the order of their first round
         for name in names:

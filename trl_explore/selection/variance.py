@@ -56,8 +56,8 @@ def _ends(rows: list[int], values: list[float], number: int) -> list[int]:
 
 
 def check_trained_generations(args: "ExplorationConfig") -> None:
-    """Raise a ValueError if `trained_generations` is impossible, or does not work with another field. `args` is any
-    configuration."""
+    """Raise a ValueError if `trained_generations` is impossible, or does not work with another field. `args` may be
+    the configuration of any method."""
     number, size = args.trained_generations, args.num_generations
     if number is None:
         return

@@ -148,7 +148,7 @@ def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
     """
     ours, theirs = "".join(ours.split()), "".join(theirs.split())
     if ours != theirs:
-        place = 0
+        place = min(len(ours), len(theirs))  # if one text is the beginning of the other
         for position, (our_character, their_character) in enumerate(zip(ours, theirs, strict=False)):
             if our_character != their_character:
                 place = position

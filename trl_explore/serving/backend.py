@@ -231,7 +231,7 @@ class ServedGeneration(VLLMGeneration):
         if images is not None or self.mode == "colocate":
             return super().generate(prompts, images, num_generations, profiler)
         asked = []
-        for prompt, run in groupby(prompts):
+        for prompt, run in groupby(prompts):  # TRL repeats a prompt once per completion
             budget = self.budgets.get(tuple(prompt), self.max_completion_length)
             asked.append(Request(prompt, len(list(run)), budget))
         token_ids, logprobs = [], []

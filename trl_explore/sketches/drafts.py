@@ -147,7 +147,8 @@ def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int
         if not others:
             continue
         for j, place in enumerate(members):
-            # Member j is at `begin + j` of the ring, and `others[0]` is at `end`.
+            # Member j is at place `begin + j` of the ring, and its source is `shift` places later. `others` starts at
+            # place `end`, which is `begin + len(members)`.
             sources[place] = others[(j + shift - len(members)) % len(others)]
     return sources
 

@@ -30,7 +30,7 @@ def step_advantages(
         rewards (`Sequence[float]`):
             Rewards of the trajectories, `[G]`.
         states (`Sequence[Sequence[int]]`):
-            Number of the state in which each step starts, `[G][K_g]`. Equal numbers are the same state.
+            Id of the state in which each step starts, `[G][K_g]`. Equal ids are the same state.
         discount (`float`):
             Factor by which the return decreases per step before the end.
         scale (`str`):
@@ -52,7 +52,8 @@ def step_advantages(
 
 
 def shuffled_states(states: Sequence[Sequence[int]], *, generator: torch.Generator) -> list[list[int]]:
-    """Return the states of a prompt's steps in random order, `[G][K_g]`."""
+    """Return the states of a prompt's steps in random order, `[G][K_g]`. This is a control: the groups of steps keep
+    their sizes, but consist of random steps."""
     pool = list(itertools.chain(*states))
     order = torch.randperm(len(pool), generator=generator).tolist()
     shuffled = []

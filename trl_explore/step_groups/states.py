@@ -15,8 +15,8 @@ def shown_tokens(
     """
     Return first token, end (exclusive) and observation of each turn of a completion.
 
-    The observation is the tokens between the previous turn and this turn. If the completion starts with the turn, it
-    is the prompt.
+    The observation of a turn is the tokens between the previous turn and this turn. If the completion starts with the
+    turn, the observation is the prompt.
 
     Args:
         prompt_ids (`list[int]`):
@@ -36,19 +36,19 @@ def shown_tokens(
 
 
 def equal_states(observations: Sequence[Sequence[Hashable]]) -> list[list[int]]:
-    """Return the number of the state of every step, `[G][K_g]`. Equal observations are the same state."""
-    numbers: dict[Hashable, int] = {}  # number of the state of each observation
+    """Return the id of the state in which every step starts, `[G][K_g]`. Equal observations are the same state."""
+    ids: dict[Hashable, int] = {}  # id of the state, by observation
     states = []
     for row in observations:
         for observation in row:
-            numbers.setdefault(observation, len(numbers))
-        states.append([numbers[observation] for observation in row])
+            ids.setdefault(observation, len(ids))
+        states.append([ids[observation] for observation in row])
     return states
 
 
 def similar_states(observations: Sequence[Sequence[str]], *, threshold: float) -> list[list[int]]:
     """
-    Return the number of the state of every step, `[G][K_g]`. Similar observations are the same state.
+    Return the id of the state in which every step starts, `[G][K_g]`. Similar observations are the same state.
 
     Two texts are similar if the share of matching characters is at least `threshold`. As in the authors' code, a text
     belongs to the first state whose first text is similar. So the result depends on the order of the trajectories.

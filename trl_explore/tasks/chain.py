@@ -98,7 +98,7 @@ class ChainTask(HeldOutTask):
         facts: list[Fact] = []
         for op in OPERANDS:
             if op in self.habit_ops:
-                facts += itertools.product(op, DIGITS, OPERANDS[op])
+                facts += itertools.product([op], DIGITS, OPERANDS[op])
         chosen = rng.sample(facts, int(self.habit_share * len(facts)))
         habits = {}
         for index, fact in enumerate(chosen):

@@ -12,6 +12,7 @@ HELD_OUT_ONE_IN = 16
 
 
 def is_held_out(text: str) -> bool:
+    """Return whether a problem is held out. The answer depends only on its text, so all seeds and runs agree."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 

@@ -205,6 +205,7 @@ class MultiHopTask(HeldOutTask):
         fault = None
         if not right:
             fault = rng.choices(FAULTS, self.fault_weights)[0]
+        # The right queries. `chain` also has the answer, which is not queried, so it is longer than `path`.
         queries = [entity + relation for entity, relation in zip(puzzle(question, seed).chain, path, strict=False)]
         if fault in ("early_stop", "guess"):
             queries.pop()
@@ -213,7 +214,8 @@ class MultiHopTask(HeldOutTask):
         for query in queries:
             shown = search.find(query)
             turns += f"{_call(query)}{EOS}{USER}{shown}{ASSISTANT}"
-        # Each passage ends with an entity. Without the last search, the first passage gives an "early_stop".
+        # Each passage ends with an entity, and the first passage is the right one. Without the last search, its entity
+        # is the last but one of the chain, so it is the answer of an "early_stop".
         best, second = shown.split(SEPARATOR)
         answer = best[-1]
         if fault in ("guess", "distractor"):

@@ -98,6 +98,7 @@ class SketchedTask(HeldOutTask):
             problem = self.draw(rng)
         (mark,) = rng.choices(("", SKETCH_MARK, SOLVE_MARK, LIST_MARK), self.format_weights)
         if mark == SKETCH_MARK:
+            # The demonstrations contain prompts with 0, 1, ... earlier sketches, like the prompts of a rollout.
             earlier = distinct(lambda: self.sketch(problem, rng), rng.randrange(self.num_candidates))
             return f"{problem}{mark}{SEPARATOR.join(earlier)}"
         if mark == SOLVE_MARK:
@@ -106,7 +107,7 @@ class SketchedTask(HeldOutTask):
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
         # Split at the first mark only, because a model's sketch may follow it and contain marks too.
-        problem, mark, sketches = prompt, "", ""
+        problem, mark, sketches = prompt, "", ""  # after `SOLVE_MARK`, `sketches` is a single sketch
         if match := MARKS.search(prompt):
             problem, mark, sketches = prompt[: match.start()], match[0], prompt[match.end() :]
         if mark == SKETCH_MARK:

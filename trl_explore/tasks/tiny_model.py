@@ -7,7 +7,7 @@ PAD, EOS, UNK, USER, ASSISTANT = "<pad>", "<eos>", "<unk>", "<u>", "<a>"
 CHARACTERS = "0123456789" + "+-*=;#?!|.,:<>^" + " " + "abcdefghijklmnopqrstuvwxyz" + "SGX/"
 VOCABULARY = (PAD, EOS, UNK, USER, ASSISTANT, *CHARACTERS)
 VOCAB_SIZE = 64  # of the model: the 61 tokens, rounded up
-MAX_LENGTH = 256
+MAX_LENGTH = 256  # largest number of tokens of a prompt with its completion
 HEAD_SIZE = 16
 BYTE_LEVEL_SPACE = "\u0120"  # a space in byte-level vocabularies
 
@@ -34,6 +34,7 @@ TOOL_CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
 )
+# Converts the tokens of an agent's turn to a message, with `parse_response`: the inverse of `TOOL_CHAT_TEMPLATE`.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": ASSISTANT,

@@ -21,7 +21,7 @@ from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build
 
 CACHE_VERSION = 2  # increase it when the training, the tokenizer or the sampling of problems from seeds changes
 BATCH_SIZE = 32
-LEARNING_RATE = 3e-3  # for models up to the width below; wider models need a lower rate
+LEARNING_RATE = 3e-3  # peak, for models up to the width `LEARNING_RATE_WIDTH`; in wider models, it falls with 1/width
 LEARNING_RATE_WIDTH = 64
 WARMUP_STEPS = 20
 FINAL_LEARNING_RATE_SHARE = 0.05
@@ -115,6 +115,7 @@ def train(
     steps: int,
     progress: bool,
 ) -> None:
+    """Train the model in place. Each of the `steps` has a batch of new demonstrations, sampled with `rng`."""
     device = model.device
     rate = LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / model.config.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -167,7 +168,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> 
     input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)
     is_user_mark = input_ids == tokenizer.convert_tokens_to_ids(USER)
     is_assistant_mark = input_ids == tokenizer.convert_tokens_to_ids(ASSISTANT)
-    # Turns alternate and the user begins, so the counts of both marks are equal in the assistant's turns.
+    # Turns alternate and the user begins. So the counts of both marks are equal in the assistant's turns, and the
+    # user's count is larger in the user's turns. In the padding, both counts are 0. The attention mask excludes it.
     in_assistant_turn = is_assistant_mark.cumsum(1) >= is_user_mark.cumsum(1)
     by_assistant = in_assistant_turn & ~is_assistant_mark & attention_mask.bool()  # (B, P+C)
     labels = input_ids.masked_fill(~by_assistant, IGNORED)

@@ -70,9 +70,12 @@ def read_trees(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _problem_with(record: Any) -> str | None:
+    """Describe the first reason why `record` is not a dumped tree, or return None."""
     problem = _wrong_field(record, _TREE_FIELDS)
-    if problem or not record["nodes"]:
-        return problem or "it has no nodes"
+    if problem:
+        return problem
+    if not record["nodes"]:
+        return "it has no nodes"
     for index, node in enumerate(record["nodes"]):
         problem = _wrong_field(node, _NODE_FIELDS)
         if problem:
@@ -90,6 +93,7 @@ def _problem_with(record: Any) -> str | None:
 
 
 def _wrong_field(record: Any, fields: dict[str, _Types]) -> str | None:
+    """Describe the first field of `record` that is missing or has a wrong type, or return None."""
     if not isinstance(record, dict):
         return f"a {type(record).__name__} instead of an object"
     for name, types in fields.items():

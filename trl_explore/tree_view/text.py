@@ -114,6 +114,7 @@ class _NarrowTree(Tree):
     """Tree with two columns per level instead of four, so that deep nodes have space for their text."""
 
     ASCII_GUIDES = ("  ", "| ", "+ ", "` ")
+    # rich has guides for normal, bold and double-underlined lines. Use the same guides for all three.
     TREE_GUIDES = [("  ", "\u2502 ", "\u251c ", "\u2514 ")] * 3
 
 
@@ -142,6 +143,7 @@ _PLAIN = "not bold default"  # resets the style of a line's first part, which wo
 
 
 def _line(index: int, record: dict[str, Any]) -> Text:
+    """Return the line of a node in the terminal."""
     node = record["nodes"][index]
     text, tokens = _text_and_tokens(index, record)
     # rich would parse a str as its own markup, so build a Text.
@@ -199,7 +201,7 @@ def html_page(record: dict[str, Any]) -> str:
     for index, is_inner, closes in _reading_order(nodes):
         row = _page_row(index, record)
         rows.append(row | {"is_inner": is_inner, "closes": closes, "trained": trained[index]})
-    reward_width = 4.2
+    reward_width = 4.2  # in rem
     if any(row["rewards"] for row in rows):
         reward_width = 9.5  # space for the rewards of the single functions
     return render_page(
@@ -219,7 +221,8 @@ def html_page(record: dict[str, Any]) -> str:
                 "Success ratio": plain(record["success_ratio"]),
                 "Baseline": plain(record["baseline"]),
             },
-            # All levels together take at most 340 pixels, so that the deepest text does not overlap the numbers.
+            # Pixels per level. All levels together take at most 340 pixels, so that the deepest text does not overlap
+            # the numbers. In trees with more than 113 levels they take more, because a level needs 3 pixels.
             "indent": round(max(3.0, min(18.0, 340.0 / max(depth, 1))), 1),
             "reward_width": reward_width,
             "red": " ".join(map(str, _PAGE_RED)),
@@ -230,6 +233,7 @@ def html_page(record: dict[str, Any]) -> str:
 
 
 def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the page's template for a node."""
     node = record["nodes"][index]
     text, tokens = _text_and_tokens(index, record)
     strength = shade(node)
@@ -266,8 +270,13 @@ def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reading_order(nodes: list[dict[str, Any]]) -> Iterator[tuple[int, bool, int]]:
-    """Yield the nodes from top to bottom of the page: index, whether the node has children, and the number of elements
-    of ancestors to close after it."""
+    """
+    Yield the nodes from top to bottom of the page.
+
+    Yields:
+        `tuple[int, bool, int]`: Index of the node; True if it has children; and the number of HTML elements that end
+        after the node. The element of an inner node also contains its descendants, so it ends after the last of them.
+    """
     levels = depths(nodes)
     children: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes[1:], start=1):

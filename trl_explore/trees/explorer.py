@@ -64,7 +64,7 @@ class TreeExplorer(Explorer):
         self.trees = searched
         if self.args.replay_buffer:
             self.trees = self.replay.replace(searched, solutions, self._score_leaves)
-            self.replay.remember(searched)
+            self.replay.remember(searched)  # not `self.trees`: a replayed solution is not a success of the policy
         self._dump()
         self._log(searched, time.perf_counter() - start)
         return [self._explored(number, tree) for number, tree in enumerate(self.trees)]

@@ -45,14 +45,15 @@ TREE_GRPO = Method(
         "tree/success_fraction": "share of correct training rows",
         "tree/solved_fraction": "share of trees with a correct completion",
         "tree/uniform_fraction": "share of trees whose rows are all right or all wrong",
-        "tree/direct_fraction": "share of training rows that are direct rollouts from the prompt. They fill "
-        "groups whose search ended early",
+        "tree/direct_fraction": "share of the rows of searched trees that are direct rollouts from the prompt. They "
+        "fill groups whose search ended early",
         "tree/trajectory_depth": "nodes per training row",
         "tree/trajectory_entropy": "mean token entropy of a training row, without direct rollouts",
         "tree/sampled_tokens": "tokens sampled for the batch",
         "tree/trained_tokens": "tokens of the training rows",
         "tree/token_ratio": "sampled tokens per trained token",
-        "tree/distinct_fraction": "share of trained tokens that no other row of their tree contains",
+        "tree/distinct_fraction": "share of trained tokens that is left if a token that several rows of a tree share "
+        "counts once",
         "tree/encoded_fraction": "number of encoded prefix tokens, divided by the number of prefix tokens of all "
         "samples together",
         "tree/sampling_seconds": "seconds of generation per batch",

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 # Names of the sums, in two lines for brevity. All processes must add them up in the same order.
 SUMS = (
-    *("trees", "grown", "rows", "iterations", "nodes", "depth", "frontier", "direct", "row_depth", "searched"),
-    *("entropy", "successes", "solved", "uniform", "generated", "trained", "distinct"),
+    *("trees", "grown", "rows", "iterations", "nodes", "depth", "frontier", "direct", "own_rows", "row_depth"),
+    *("searched", "entropy", "successes", "solved", "uniform", "generated", "trained", "distinct"),
 )
 
 
@@ -39,12 +39,13 @@ def tree_counts(searched: Sequence[Tree], trained: Sequence[Tree], limits: Limit
         counts["nodes"] += len(tree.nodes) - 1
         counts["depth"] += max(node.depth for node in tree.nodes)
         counts["frontier"] += len(frontier(tree, limits))
+        counts["own_rows"] += len(tree.rows)
         counts["direct"] += sum(tree.nodes[row].direct for row in tree.rows)
     entropies = []  # of searched rows
     for tree in trained:
         counts["trees"] += 1
         counts["uniform"] += is_uniform(tree)
-        counts["distinct"] += sum(map(sum, first_appearance(tree)))
+        counts["distinct"] += sum(map(sum, first_appearance(tree)))  # tokens, where shared nodes count once
         num_successes = 0
         for index in tree.rows:
             row = tree.nodes[index]
@@ -70,7 +71,7 @@ AVERAGES = {
     "nodes": ("nodes", "grown"),
     "max_depth": ("depth", "grown"),
     "frontier_size": ("frontier", "grown"),
-    "direct_fraction": ("direct", "rows"),
+    "direct_fraction": ("direct", "own_rows"),
     "trajectory_depth": ("row_depth", "rows"),
     "trajectory_entropy": ("entropy", "searched"),
     "success_fraction": ("successes", "rows"),
@@ -94,9 +95,10 @@ def tree_metrics(total: dict[str, float]) -> dict[str, float]:
 
 class NarrowSearch:
     """
-    Warns once if nearly every tree contains copies of one completion.
+    Warns once if the completions of nearly every tree are all right or all wrong, while the model solves some prompts.
 
-    Such trees train nothing but noise, and the optimizer still makes steps of full size.
+    Probably each search only samples variants of one completion. These trees train nothing, and few other trees decide
+    optimizer steps of full size.
     """
 
     def __init__(self, args: "TreeGRPOConfig") -> None:

@@ -17,6 +17,7 @@ def frontier(tree: Tree, limits: Limits) -> list[int]:
     """Return the non-terminal nodes that may get further children, in order of creation."""
     found = []
     for node in tree.nodes:
+        # A node without children always has room. Checking that first is faster than calling `room`.
         if not node.terminal and (not node.children or room(tree, node, limits) > 0):
             found.append(node.index)
     return found
@@ -115,8 +116,8 @@ def choose_terminal(tree: Tree, candidates: Sequence[int]) -> int:
     Return the scored terminal node to back up (Eq. 2-3).
 
     Prefer correct nodes, then wrong but finished nodes, then incomplete nodes. Of these, return the most confident one
-    (lowest [`Tree.trajectory_entropy`]), and the oldest of equal ones. If nodes have a `reward`, prefer the largest
-    reward. Rewards of 0 and 1 choose the same node.
+    (lowest [`Tree.trajectory_entropy`]), and the oldest of equal ones. If nodes have a `reward`, compare the rewards
+    before all this, and prefer the largest. If all rewards are 0 or 1, the result is the same with and without them.
     """
 
     def rank(index: int) -> tuple[float, int, float, int]:
@@ -208,19 +209,19 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
     """Put the outcomes of `results` on the scale of their rewards. If that changes an outcome that was backed up,
     compute all values again. The last result was not backed up yet."""
     scored, rewards, outcomes = [], [], []
-    for row in results:
-        node = tree.nodes[row]
+    for result in results:
+        node = tree.nodes[result]
         if node.outcome is None:
             continue
-        if node.reward is None:
+        if node.reward is None:  # outcomes are not scaled
             return tree
         scored.append(node)
         rewards.append(node.reward)
         outcomes.append(node.outcome)
     scaled = scaled_outcomes(rewards, outcomes)
     changed = {}
-    for place, node in enumerate(scored):
-        changed[node.index] = node._replace(scaled=None if scaled is None else scaled[place])
+    for position, node in enumerate(scored):
+        changed[node.index] = node._replace(scaled=None if scaled is None else scaled[position])
     tree = _with_nodes(tree, changed)
     backed_up = scored[:-1]
     if all(changed[node.index].worth == node.worth for node in backed_up):
@@ -238,19 +239,19 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
 
 
 def with_virtual_loss(tree: Tree, index: int) -> Tree:
-    """Return the tree as if a visit of the node `index` had failed. Use it to choose further nodes of an iteration, so
-    that they differ from this node."""
+    """Return the tree as if a visit of the node `index` had failed. A choice in this tree prefers other nodes, so that
+    the nodes that one iteration visits differ."""
     changed = {}
-    for place in (ROOT, *tree.path(index)):
-        node = tree.nodes[place]
-        changed[place] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
+    for on_path in (ROOT, *tree.path(index)):
+        node = tree.nodes[on_path]
+        changed[on_path] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
     changed[index] = changed[index]._replace(terminal=True)  # a terminal node is not selected again
     return _with_nodes(tree, changed)
 
 
 def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:
-    """Replace the completion of a direct rollout, as if the old completion had never been scored. The new completion
-    becomes a result of the tree when it is backed up."""
+    """Replace the completion of a direct rollout, as if the old completion had never been scored. `row` is the index
+    of its node. The new completion becomes a result of the tree when it is backed up."""
     old, root = tree.nodes[row], tree.nodes[ROOT]
     new = Node(
         index=row,

@@ -75,7 +75,8 @@ class SolutionCache:
         return [list(completion) for completion in self._solutions.get(tuple(prompt_ids), [])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the contents: a list of `[prompt_ids, completion_ids]` under `"solutions"`, in order of addition."""
+        """Return the contents: a list of `[prompt_ids, completion_ids]` under `"solutions"`. Prompts are in order of
+        addition, and so are the completions of each prompt."""
         solutions = []
         for prompt, kept in self._solutions.items():
             for ids in kept:

@@ -82,9 +82,11 @@ def search(
     """
     Grow one tree per prompt. All trees grow together.
 
-    Each iteration calls `sample_fn` once and `value_fn` once for all trees, also on a process whose trees are
-    finished. Each finished tree has exactly `limits.num_results` results. If a search ends with fewer, the tree is
-    filled up: first with scored terminal nodes that were not backed up yet, then with direct rollouts from the root.
+    Each iteration calls `sample_fn` once and `value_fn` once for all trees. A process whose trees are finished also
+    calls them, without requests, because other processes may wait for it.
+
+    Each finished tree has exactly `limits.num_results` results. If a search ends with fewer, the tree is filled up:
+    first with scored terminal nodes that were not backed up yet, then with direct rollouts from the root.
 
     Args:
         roots (`Sequence[list[int]]`):
@@ -215,6 +217,7 @@ def _advance(
         chosen = _next(seen, start, limits, select_fn=select_fn, uct_coef=uct_coef)
         if chosen is None or chosen in following:
             continue
+        # A visit would do nothing if the token budget allows no child and no terminal child is left to back up.
         _, num_children = _request(tree, chosen, limits)
         if num_children == 0 and not _candidates_below(tree, chosen):
             reason = "tokens"
