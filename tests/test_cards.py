@@ -16,7 +16,7 @@ from trl_explore.publishing.cards import (
     describe_model,
     escape_markdown,
     model_card,
-    told_hyperparameters,
+    shown_hyperparameters,
 )
 from trl_explore.publishing.curves import training_curves
 from trl_explore.trainers import (
@@ -224,7 +224,7 @@ def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_path
         bf16=False,
         report_to=[],
     )
-    told = told_hyperparameters(config, GRPOConfig)
+    told = shown_hyperparameters(config, GRPOConfig)
     assert told["num_branches"] == 4 and told["depth_bias"] == 2.0 and told["learning_rate"] == 3e-5
     assert list(told).index("depth_bias") < list(told).index("learning_rate")
     assert "beta" not in told and "epsilon" not in told
@@ -234,12 +234,12 @@ def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_path
 
 
 def test_templates_of_prompts_are_knobs_that_are_told():
-    told = told_hyperparameters(SESAConfig(output_dir="x", use_cpu=True, bf16=False), GRPOConfig)
+    told = shown_hyperparameters(SESAConfig(output_dir="x", use_cpu=True, bf16=False), GRPOConfig)
     assert told["sketch_template"].startswith("{problem}")
 
 
 def test_knobs_are_told_whatever_their_names_begin_with():
-    told = told_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
+    told = shown_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
     assert told["eval_interaction_limit"] == 4 and "push_method_state" not in told
 
 
@@ -249,7 +249,7 @@ def test_fields_that_are_no_plain_values_are_left_out():
         knob: object = field(default_factory=object)
         access_token: str = "secret"
 
-    assert not {"knob", "access_token"} & told_hyperparameters(Config(use_cpu=True, bf16=False), GRPOConfig).keys()
+    assert not {"knob", "access_token"} & shown_hyperparameters(Config(use_cpu=True, bf16=False), GRPOConfig).keys()
 
 
 def test_results_are_those_of_the_newest_evaluation():

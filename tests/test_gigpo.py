@@ -16,7 +16,7 @@ from world import assert_same, differ, make_trainer, one_batch, parameters, says
 
 from trl_explore.rows.streams import loss_mask
 from trl_explore.step_groups.advantages import shuffled_states, step_advantages, step_returns
-from trl_explore.step_groups.states import equal_states, shown_tokens, similar_states
+from trl_explore.step_groups.states import equal_states, similar_states, turns_with_observations
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import GiGPOConfig, GiGPOTrainer
 
@@ -94,10 +94,10 @@ def test_step_advantages_by_brute_force(rows, discount, scale):
 
 
 def test_a_step_is_shown_what_stands_since_the_step_before():
-    steps = shown_tokens([7, 8], [1, 2, 5, 5, 3, 6], [1, 1, 0, 0, 1, 0])
+    steps = turns_with_observations([7, 8], [1, 2, 5, 5, 3, 6], [1, 1, 0, 0, 1, 0])
     assert steps == [(0, 2, [7, 8]), (4, 5, [5, 5])]
-    assert shown_tokens([7], [9, 1], [0, 1]) == [(1, 2, [9])]
-    assert shown_tokens([7], [1], [0]) == []
+    assert turns_with_observations([7], [9, 1], [0, 1]) == [(1, 2, [9])]
+    assert turns_with_observations([7], [1], [0]) == []
 
 
 def test_a_text_joins_the_first_state_that_it_is_similar_to():
@@ -230,7 +230,9 @@ def test_a_step_is_credited_beside_the_steps_from_the_same_board(tmp_path, voice
     some = 0.0
     for group in ([0, 1, 2, 3], [4, 5, 6, 7]):
         boards = {row: ["start", *trainer.environments[row].answers] for row in group}
-        spans = {row: [s for s in shown_tokens([], [0] * mask.shape[1], mask[row].tolist())] for row in group}
+        spans = {
+            row: [s for s in turns_with_observations([], [0] * mask.shape[1], mask[row].tolist())] for row in group
+        }
         states = {row: boards[row][: len(spans[row])] for row in group}
         for row in group:
             for step, (start, stop, _) in enumerate(spans[row]):

@@ -14,7 +14,7 @@ from trl.chat_template_utils import parse_response
 
 from examples.benchmarks.tasks.multihop import LATE_HOP
 from trl_explore.agents.environments import guarded
-from trl_explore.tasks.multihop import FAULTS, MULTI_HOP, final_answer, search_free
+from trl_explore.tasks.multihop import FAULTS, MULTI_HOP, final_answer, without_search
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
     RELATIONS,
@@ -204,7 +204,7 @@ def test_rewards():
     assert MULTI_HOP.reward(trajectories, answer=answers, seed=[0]) == [1, 0, 0, 0, 0, 0, 0]
     strict = dataclasses.replace(MULTI_HOP, format_penalty=0.5)
     assert strict.reward(trajectories, answer=answers) == [1, 0, -0.5, -0.5, -0.5, -0.5, -0.5]
-    assert [search_free(messages) for messages in trajectories] == [False] * 3 + [True, False, False, True]
+    assert [without_search(messages) for messages in trajectories] == [False] * 3 + [True, False, False, True]
 
 
 def test_late_hops_take_five_to_eight_turns_and_end_badly():

@@ -15,9 +15,9 @@ from world import make_tokenizer
 from trl_explore.pivots.choice import (
     draw_pivots,
     drop_empty_end,
-    failed_rows,
     pivot_distribution,
     relative_depths,
+    rows_to_branch_from,
     segment_delimiters,
     segment_fixed,
 )
@@ -203,9 +203,9 @@ def test_which_rows_to_branch_from():
     nan = math.nan
     rewards = torch.tensor([0.0, 1.0, nan, 0.0, 0.5, nan])  # two groups of three
     options = dict(threshold=1.0, group_size=3)
-    assert failed_rows(rewards, branch_from="failures", **options).tolist() == [1, 0, 0, 1, 1, 0]
-    assert failed_rows(rewards, branch_from="failed_groups", **options).tolist() == [0, 0, 0, 1, 1, 0]
-    assert failed_rows(rewards, branch_from="all", **options).tolist() == [1, 1, 0, 1, 1, 0]
+    assert rows_to_branch_from(rewards, branch_from="failures", **options).tolist() == [1, 0, 0, 1, 1, 0]
+    assert rows_to_branch_from(rewards, branch_from="failed_groups", **options).tolist() == [0, 0, 0, 1, 1, 0]
+    assert rows_to_branch_from(rewards, branch_from="all", **options).tolist() == [1, 1, 0, 1, 1, 0]
 
 
 def filled(pairs, *, l2=1.0, buffer_size=1000, **options):

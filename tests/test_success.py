@@ -16,7 +16,7 @@ from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_r
 from trl_explore.evaluation.metrics import sample_metrics
 from trl_explore.evaluation.samplers import Sampling
 from trl_explore.gradients.novelty import map_rewards, mixed_enough
-from trl_explore.pivots.choice import failed_rows
+from trl_explore.pivots.choice import rows_to_branch_from
 from trl_explore.rewards.success import check_success_reward, failed, is_success, succeeded
 from trl_explore.rows.advantages import combine_rewards, success_rewards
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
@@ -126,8 +126,8 @@ def test_what_is_not_known_is_neither_success_nor_failure():
 def test_every_rule_takes_a_rounded_total_for_a_success():
     total = combine_rewards(torch.ones(4, 3), torch.tensor(WEIGHTS))
     short = total[0].item()
-    assert not failed_rows(total, threshold=1.0, group_size=4, branch_from="failures").any()
-    assert not failed_rows(total, threshold=1.0, group_size=4, branch_from="failed_groups").any()
+    assert not rows_to_branch_from(total, threshold=1.0, group_size=4, branch_from="failures").any()
+    assert not rows_to_branch_from(total, threshold=1.0, group_size=4, branch_from="failed_groups").any()
     assert terminal_outcome(short, finished=True, success_threshold=1.0, incomplete_score=-1.0) == 1.0
     assert map_rewards(total, "binary", threshold=1.0, group_size=4).tolist() == [1.0] * 4
     assert mixed_enough(total, 4, min_correct=4, min_wrong=0, threshold=1.0).all()

@@ -311,7 +311,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         if not args.asks_about_success:
             return None
         return ThresholdWatch(
-            threshold=args.success_bar,
+            threshold=args.resolved_success_threshold,
             success_reward=args.success_reward,
             warns=self.accelerator.is_main_process,
         )

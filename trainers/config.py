@@ -466,7 +466,7 @@ class ExplorationConfig(GRPOConfig):
         return self.explorer_options if isinstance(self.explorer_options, Mapping) else {}
 
     @property
-    def success_bar(self) -> float:
+    def resolved_success_threshold(self) -> float:
         """Return `success_threshold`, or its default of 1."""
         return 1.0 if self.success_threshold is None else self.success_threshold
 

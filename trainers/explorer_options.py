@@ -56,7 +56,7 @@ class OwnOptions:
         # `trained_generations` only change GRPO's rows.
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
         values["trained_generations"] = None
-        values["success_threshold"] = args.success_bar
+        values["success_threshold"] = args.resolved_success_threshold
         if entry.has_own_advantages:
             # The trainer's `advantage` only changes GRPO's rows.
             values["advantage"], values["advantage_weights"] = "grpo", None
@@ -73,7 +73,7 @@ class OwnOptions:
         """Copy the shared fields from the trainer's configuration, because callbacks may change them."""
         for name in self.shared:
             setattr(self.args, name, getattr(args, name))
-        self.args.success_threshold = args.success_bar
+        self.args.success_threshold = args.resolved_success_threshold
 
 
 def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) -> dict[str, OwnOptions]:

@@ -8,7 +8,7 @@ import torch
 
 from trl_explore.rows.streams import RowDict, loss_mask, row_tokens
 from trl_explore.step_groups.advantages import shuffled_states, step_advantages
-from trl_explore.step_groups.states import equal_states, shown_tokens, similar_states
+from trl_explore.step_groups.states import equal_states, similar_states, turns_with_observations
 
 from .base import ExplorationTrainer, Requires
 from .gigpo_config import GiGPOConfig
@@ -54,7 +54,7 @@ class GiGPOTrainer(ExplorationTrainer):
         masks = loss_mask(output).tolist()
         steps = []  # first token, end and observation (tokens before the step) of each step of each row
         for row_ids_and_mask in zip(prompt_ids, completion_ids, masks, strict=True):
-            steps.append(shown_tokens(*row_ids_and_mask))
+            steps.append(turns_with_observations(*row_ids_and_mask))
         rewards = self.ranks.local(self.scorer.totals()).tolist()
         observations = []
         for row_steps in steps:

@@ -51,7 +51,7 @@ class KeptStates:
         self._agreed: Counter[tuple[Any, str]] = Counter()
         self._checked = True  # True if the states of this batch were checked
         # Names of environments that are not checked any more, because a check has found a difference and warned.
-        self._trusted: set[Any] = set()
+        self._reported: set[Any] = set()
         self._chosen: set[Any] = set()  # names of environments for which the kind was chosen after a `reset`
 
     def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
@@ -201,13 +201,13 @@ class KeptStates:
             if found[str(i)]:
                 if replaced:
                     self._kinds[name] = "replay"
-                self._trusted.add(name)
+                self._reported.add(name)
 
     def _difference(self, row: int, trajectory: Trajectory) -> tuple[Any, ...] | None:
         """Return the first difference between the answers of a row's kept state and of the rollout: environment, tool,
         answer, and answer in the rollout. None if there is no difference."""
         name = self.tool_loop.names[row]
-        if name in self._trusted or not trajectory.states:
+        if name in self._reported or not trajectory.states:
             return None
         first = min(trajectory.states)
         messages = (trajectory.messages or [])[len(trajectory.messages_before(first)) :]

@@ -101,7 +101,7 @@ class AutoExplorer(BranchExplorer):
         has_contrast = self._has_contrast(output)
         # N is the number of prompts of all processes, P the number of prompts of this process.
         deciding = self.scorer.success().view(-1, self.args.num_generations)  # (N, G)
-        is_success = succeeded(deciding, threshold=self.args.success_bar)
+        is_success = succeeded(deciding, threshold=self.args.resolved_success_threshold)
         self._add_plain(groups, has_contrast, is_success)
         is_scored = ~deciding.isnan().all(dim=1)
         is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast)  # (N,)
@@ -231,7 +231,7 @@ class AutoExplorer(BranchExplorer):
     def _solved(self, result: SearchResult) -> int:
         """Return the number of explored prompts of this process for which a row of the explorer succeeded."""
         assert result.scored is not None
-        success = succeeded(result.scored.success_rewards, threshold=self.args.success_bar).tolist()
+        success = succeeded(result.scored.success_rewards, threshold=self.args.resolved_success_threshold).tolist()
         solved = set()
         for parent, is_success in zip(result.branches.rows.parents, success, strict=True):
             if is_success and parent is not None:

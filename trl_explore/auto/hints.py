@@ -146,7 +146,7 @@ class HintExplorer(BranchExplorer):
     def _is_success(self, completion: HintedCompletion) -> bool:
         """Return whether a scored completion is a success."""
         deciding = self.scorer.success(torch.tensor([completion.rewards]))
-        return bool(succeeded(deciding, threshold=self.args.success_bar)[0])
+        return bool(succeeded(deciding, threshold=self.args.resolved_success_threshold)[0])
 
     # ------------------------------------------------------------------------------------------------------------ rows
 

@@ -133,7 +133,7 @@ class ReplayExplorer(BranchExplorer):
         seen: set[tuple[Prompt, Prompt]] = set()
         for group in groups:
             deciding = torch.tensor(list(group.deciding))
-            solved = succeeded(deciding, threshold=self.args.success_bar).tolist()
+            solved = succeeded(deciding, threshold=self.args.resolved_success_threshold).tolist()
             for trajectory, is_success, is_trained in zip(group.trajectories, solved, group.is_trained, strict=True):
                 ids, prompt = trajectory.completion_ids, tuple(trajectory.prompt_ids)
                 is_new = (prompt, tuple(ids)) not in seen and not self.store.has(prompt, ids)

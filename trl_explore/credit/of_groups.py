@@ -36,7 +36,9 @@ def built_in(name: str, args: "ExplorationConfig", rewards: torch.Tensor, decidi
     if name == "passk":
         return pass_at_k_advantages(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
     if name == "reinforce":
-        return reinforce(outcomes(deciding, threshold=args.success_bar), success_weight=args.success_weight)
+        return reinforce(
+            outcomes(deciding, threshold=args.resolved_success_threshold), success_weight=args.success_weight
+        )
     return pkpo(rewards, k=args.passk_k, leave_one_out=name == "pkpo_loo")
 
 

@@ -101,7 +101,7 @@ class Branching:
         is_explored = ranks.local(explored).tolist()
         rewards = ranks.local(self.scorer.totals()).tolist()
         of_success = ranks.local(deciding).tolist()
-        failures = failed(ranks.local(deciding), threshold=self.policy.args.success_bar).tolist()
+        failures = failed(ranks.local(deciding), threshold=self.policy.args.resolved_success_threshold).tolist()
         is_trained = output["completion_mask"].any(dim=1).tolist()
         # With `splits_groups`, the first and the last group may be partly on other processes.
         num_rows = len(is_explored)

@@ -347,7 +347,7 @@ class Exploration:
         for of_prompt in explored:
             rewards += of_prompt.rewards or []
         deciding = self.scorer.success(self._rewards(rewards)).view(len(explored), self.size)
-        solved = succeeded(deciding, threshold=self.args.success_bar).any(dim=1)
+        solved = succeeded(deciding, threshold=self.args.resolved_success_threshold).any(dim=1)
         total = self.policy.ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
         self.policy.log_metric("explore/solved_after", total["solved"] / total["groups"])
 

@@ -207,7 +207,7 @@ def draw_pivots(probs: torch.Tensor, num_pivots: int, *, generator: torch.Genera
     return torch.multinomial(probs, available, replacement=False, generator=generator).tolist()
 
 
-def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, branch_from: str) -> torch.Tensor:
+def rows_to_branch_from(rewards: torch.Tensor, *, threshold: float, group_size: int, branch_from: str) -> torch.Tensor:
     """
     Return the mask `(N,)` of the rows to branch from. Rows without a reward (NaN) are never in it.
 

@@ -18,9 +18,9 @@ from trl_explore.pivots.choice import (
     Pivot,
     draw_pivots,
     drop_empty_end,
-    failed_rows,
     pivot_distribution,
     relative_depths,
+    rows_to_branch_from,
     segment_delimiters,
     segment_fixed,
     turn_starts,
@@ -149,7 +149,7 @@ class PivotExplorer(BranchExplorer):
         failures = failed(deciding, threshold=args.success_threshold)
         self.policy.log_metric("pivots/failure_fraction", failures.float().mean().item())
         # A group may be on several processes, so look at the rows of all processes.
-        all_rows = failed_rows(
+        all_rows = rows_to_branch_from(
             deciding,
             threshold=args.success_threshold,
             group_size=self.args.num_generations,

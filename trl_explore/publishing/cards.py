@@ -80,7 +80,7 @@ class TrainingFacts:
         tags (`Sequence[str]`, *optional*, defaults to `()`):
             Tags of the model on the Hub.
         hyperparameters (`Mapping[str, Any]`):
-            Result of [`told_hyperparameters`].
+            Result of [`shown_hyperparameters`].
         history (`Sequence[Mapping[str, Any]]`, *optional*, defaults to `()`):
             The trainer's `state.log_history`.
         curve (`str`, *optional*):
@@ -318,7 +318,7 @@ def _is_local(name: str) -> bool:
     return False
 
 
-def told_hyperparameters(config: "GRPOConfig", base: type) -> dict[str, Any]:
+def shown_hyperparameters(config: "GRPOConfig", base: type) -> dict[str, Any]:
     """
     Return the hyperparameters that a card shows, without paths, hosts, tokens and fields that do not change learning.
 

@@ -19,7 +19,7 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_explore import __version__
 from trl_explore.publishing.card_metrics import logged_metrics
-from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, model_card, told_hyperparameters
+from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, model_card, shown_hyperparameters
 from trl_explore.publishing.curves import training_curves
 from trl_explore.publishing.hub import (
     MODEL_FILES,
@@ -189,7 +189,7 @@ class Publisher:
                 chat=bool(self.trainer.tokenizer.chat_template),
                 paper=paper,
                 tags=["generated_from_trainer", *method_tags, *_as_list(tags or [])],
-                hyperparameters=told_hyperparameters(self.args, GRPOConfig),
+                hyperparameters=shown_hyperparameters(self.args, GRPOConfig),
                 history=history,
                 curve=CURVE_FILE if metrics else None,
                 needs_plots=with_picture and not has_plots,

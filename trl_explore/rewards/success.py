@@ -10,24 +10,24 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-6
 
 
-def bar(threshold: float) -> float:
+def lowest_success(threshold: float) -> float:
     """Return the smallest reward that reaches `threshold`: a millionth of its size lower, or 1e-6 lower if it is 0."""
     return threshold - TOLERANCE * (abs(threshold) or 1.0)
 
 
 def is_success(reward: float | None, *, threshold: float) -> bool:
     """Return whether a reward reaches `threshold`. NaN and `None` do not."""
-    return reward is not None and reward >= bar(threshold)
+    return reward is not None and reward >= lowest_success(threshold)
 
 
 def succeeded(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
     """Return which rewards reach `threshold`, as a boolean tensor of the same shape. NaN does not."""
-    return rewards >= bar(threshold)
+    return rewards >= lowest_success(threshold)
 
 
 def failed(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
     """Return which rewards are below `threshold`, as a boolean tensor of the same shape. NaN is not below."""
-    return rewards < bar(threshold)
+    return rewards < lowest_success(threshold)
 
 
 def check_success_reward(success_reward: str | None, names: Sequence[str]) -> None:

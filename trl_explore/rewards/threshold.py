@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trl_explore.rewards.success import TOLERANCE, bar
+from trl_explore.rewards.success import TOLERANCE, lowest_success
 
 FIRST_BATCHES = 4  # number of generation batches that are checked; a shorter run is checked when it ends
 
@@ -88,7 +88,7 @@ class ThresholdWatch:
         known = [reward for reward in deciding if not math.isnan(reward)]
         if not known:
             return {}
-        reached = sum(reward >= bar(self.threshold) for reward in known)
+        reached = sum(reward >= lowest_success(self.threshold) for reward in known)
         metrics = {
             "success/fraction": reached / len(known),
             "success/min_reward": min(known),

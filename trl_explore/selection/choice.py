@@ -40,7 +40,7 @@ class PromptChoice:
         groups = deciding.view(-1, args.num_generations)
         mask = torch.ones_like(groups[:, 0], dtype=torch.bool)
         if self.needs_rewards:
-            solved = succeeded(groups, threshold=args.success_bar).any(dim=1)
+            solved = succeeded(groups, threshold=args.resolved_success_threshold).any(dim=1)
             # Do not explore a prompt without any reward: nobody knows whether its completions are right.
             unscored = groups.isnan().all(dim=1)
             mask = ~solved & ~unscored

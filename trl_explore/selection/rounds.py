@@ -226,7 +226,7 @@ class Rounds:
             return
         counts = self.rows_of or [self.size] * number
         deciding = self.policy.ranks.local(self.scorer.success())[: sum(counts)].split(counts)
-        threshold = self.args.success_bar
+        threshold = self.args.resolved_success_threshold
         own = []  # place and share of successes of each prompt with a reward
         for place, group in zip(places, deciding, strict=True):
             known = group[~group.isnan()]

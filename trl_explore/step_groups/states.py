@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from trl_explore.forks.trajectories import turns
 
 
-def shown_tokens(
+def turns_with_observations(
     prompt_ids: list[int], completion_ids: list[int], loss_mask: Sequence[int]
 ) -> list[tuple[int, int, list[int]]]:
     """

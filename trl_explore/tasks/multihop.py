@@ -186,7 +186,7 @@ class MultiHopTask(HeldOutTask):
 
     def _score(self, messages: list[dict[str, Any]], right: str) -> float:
         given = final_answer(messages)
-        if given is None or search_free(messages):
+        if given is None or without_search(messages):
             return 0.0 - self.format_penalty  # not `-self.format_penalty`, which would log a reward of -0.0
         return float(given == right)
 
@@ -277,7 +277,7 @@ def final_answer(completion: str | list[dict[str, Any]]) -> str | None:
     return None
 
 
-def search_free(completion: str | list[dict[str, Any]]) -> bool:
+def without_search(completion: str | list[dict[str, Any]]) -> bool:
     """Return whether a trajectory contains no search."""
     return isinstance(completion, str) or all(message["role"] != "tool" for message in completion)
 
