@@ -304,6 +304,10 @@ def test_groups_are_counted_if_the_rewards_were_scaled_by_batch(tmp_path):
     found = read_signs(tmp_path)
     assert found.values["frac_reward_zero_std"] == Pair(0.75, 0.75)
     assert EXPLORE in advise(found).verdict
+    # The tables have raw rewards, so they do not tell wrong from right if the rewards have weights.
+    weighted = history(reward=(0.05, 0.1), frac_reward_zero_std=(0, 0), **{"rewards/right/mean": (0.1, 0.2)})
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": weighted}))
+    assert read_signs(tmp_path).all_wrong is None
 
 
 def test_the_share_of_wrong_groups_is_estimated_from_the_mean_reward():
@@ -430,7 +434,7 @@ def test_groups_are_counted_in_the_completions_tables(tmp_path):
         pandas.DataFrame({**table, "advantage": [0.0] * 4}).to_parquet(
             tmp_path / "completions" / f"completions_{step:05d}.parquet"
         )
-    logs = history(**{"rewards/parity/mean": (0.2, 0.8)})
+    logs = history(reward=(0.2, 0.8), **{"rewards/parity/mean": (0.2, 0.8)})
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     signs = read_signs(tmp_path)
     assert (signs.all_wrong, signs.all_right) == (Pair(0.5, 0.0), Pair(0.0, 0.5))

@@ -167,9 +167,10 @@ def read_signs(path: Path) -> Signs:
     tables = state.parent / "completions"
     if not tables.is_dir() and CHECKPOINT.fullmatch(state.parent.name):
         tables = state.parent.parent / "completions"
-    if not tables.is_dir():
+    names = _reward_names([signs.values])
+    if not tables.is_dir() or not _all_weights_are_one(history, names):
         return signs
-    shares = shares_of_groups(tables, _reward_names([signs.values]))
+    shares = shares_of_groups(tables, names)
     if shares is None:
         return signs
     wrong, right = shares
@@ -266,6 +267,18 @@ def _reward_names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             if found:
                 names.add(found[1])
     return sorted(names)
+
+
+def _all_weights_are_one(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> bool:
+    """Return whether the logged reward is the sum of the rewards of all functions. If it is not, `reward_weights` are
+    set, or some completions have no reward."""
+    for entry in history:
+        means = [entry[f"rewards/{name}/mean"] for name in names if f"rewards/{name}/mean" in entry]
+        if len(means) < len(names) or "reward" not in entry:
+            continue
+        if abs(entry["reward"] - sum(means)) > 1e-4 * max(1.0, abs(entry["reward"])):
+            return False
+    return True
 
 
 def _by_source(steps: Sequence[Mapping[str, Any]], prefix: str, part: int) -> dict[str, Pair]:
