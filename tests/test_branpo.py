@@ -880,6 +880,36 @@ def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeyp
     assert again.state.global_step == 4
 
 
+def test_a_service_that_dies_in_the_middle_of_a_step_loses_only_this_step(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    options = dict(max_steps=4, max_tool_calling_iterations=3, save_strategy="steps", save_steps=100)
+    options |= dict(gradient_accumulation_steps=2, steps_per_generation=1)
+    trainer = with_tools(tmp_path, voice(), **options)
+    trained = count_batches(trainer, lambda number: setattr(search, "down", number == 5))
+    with pytest.raises(RuntimeError, match="checkpoint-2'"):
+        trainer.train()
+    assert len(trained) == 5  # the third step has one batch of two
+    search.down = False
+    again = with_tools(tmp_path, voice(), **options)
+    trained = count_batches(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4 and len(trained) == 4
+
+
+def count_batches(trainer, then=lambda number: None):
+    """Return a list that gets an entry per batch that the trainer trains on. `then` is called with their number."""
+    trained, step = [], trainer.training_step
+
+    def counted(*args, **kwargs):
+        result = step(*args, **kwargs)
+        trained.append(trainer.state.global_step)
+        then(len(trained))
+        return result
+
+    trainer.training_step = counted
+    return trained
+
+
 def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(search, "down", True, raising=False)
     monkeypatch.setattr(search, "error", ValueError)

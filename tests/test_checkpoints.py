@@ -27,6 +27,16 @@ def test_another_number_of_processes_is_refused_with_the_remedy(tmp_path):
         load_state(tmp_path, rank=0, world_size=1)
 
 
+class Unknown:
+    pass
+
+
+def test_a_state_with_an_object_makes_no_whole_checkpoint(tmp_path):
+    (tmp_path / "trainer_state.json").write_text("{}")
+    torch.save({"num_processes": 1, "object": Unknown()}, tmp_path / "explore_state_0.pt")
+    assert not is_complete(tmp_path)
+
+
 class Unpicklable:
     def __reduce__(self):
         raise KeyboardInterrupt

@@ -379,6 +379,12 @@ def test_a_file_without_rows_or_with_a_broken_line_is_explained(name, text, prob
     assert f"dataset_name='{name}' " in error and problem in error and error.count("\n") == 1
 
 
+def test_a_saved_data_set_without_rows_is_refused(workdir, model_folder, capsys):
+    Dataset.from_dict({"prompt": ["1+1="], "answer": ["2"]}).select([]).save_to_disk("rows")
+    assert main(["train", *flags(model_folder, dataset_name="rows")]) == 2
+    assert "dataset_name='rows' has no rows" in capsys.readouterr().err
+
+
 def test_a_missing_model_names_a_few_similar_folders_only(workdir, model_folder, capsys):
     for name in ("tiny-model", "tiny-models", "tiny_model", "tinny-model", "holiday", "letters"):
         Path(name).mkdir()

@@ -302,6 +302,14 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
             {"common": {**OWN["common"], "gradient_accumulation_steps": 2, "steps_per_generation": 1}},
             "steps_per_generation=1 is less than gradient_accumulation_steps=2",
         ),
+        (
+            {"common": {**OWN["common"], "lr_scheduler_type": "cosine"}},
+            "arm GRPO: lr_scheduler_type='cosine' would last 100,000 steps: set `max_steps` to the number of steps",
+        ),
+        (
+            {"common": {**OWN["common"], "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}},
+            "arm GRPO: warmup_steps=0.1 is a share of 100,000 steps: set `max_steps`",
+        ),
         ({"metrics": ["pass_at_eight"]}, "metrics: unknown metric 'pass_at_eight'; did you mean 'pass_at_8'?"),
         ({"metrics": ["reward", "reward"]}, "give different names"),
         ({"metrics": ["coverage_at_8"]}, "coverage_k needs a column `targets`"),

@@ -49,7 +49,8 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
     assert seconds == sorted(seconds) and run.points[-1]["cpu_seconds"] > 0
 
 
-def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
+@pytest.mark.parametrize("size, own", [(1.0, {}), (0.5, {"success_threshold": 0.5})], ids=["default", "threshold"])
+def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, size, own):
     task = AGENTS["multi_hop"]
     start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
     document = {
@@ -58,6 +59,7 @@ def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
         "num_eval": 6,
         "metrics": ["reward", "pass_at_2"],
         "samples_at_ends": 8,
+        **own,
     }
     common = {"max_completion_length": 32, "per_device_train_batch_size": 4, "num_generations": 2}
     comparison = read_comparison({**document, "arms": [{"method": "grpo"}], "common": common})
@@ -69,14 +71,15 @@ def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
         given = []
         for asked in question:
             tries[asked] += 1
-            given.append(float(tries[asked] % every[asked] == 0))
+            given.append(size * (tries[asked] % every[asked] == 0))
         return given
 
     trainer.reward_funcs[0] = reward
     found = evaluate("end")
     assert found["correct"] == [4, 2, 0, 0, 0, 0]
     assert found["end_correct"] == [8, 4, 2, 2, 2, 2]  # of tries 5 to 12
-    assert found["eval/pass_at_2"] == pytest.approx((1 + 5 / 6) / 6) and found["eval/reward"] == pytest.approx(6 / 24)
+    assert found["eval/pass_at_2"] == pytest.approx((1 + 5 / 6) / 6)
+    assert found["eval/reward"] == pytest.approx(size * 6 / 24)
 
 
 def test_a_token_budget_stops_at_the_step_that_reaches_it(start, tmp_path):

@@ -37,6 +37,23 @@ def voice(monkeypatch):
     return use
 
 
+def test_an_environment_without_tools_scores_the_branches(tmp_path, voice):
+    scored = []
+
+    class Silent(Lake):
+        move = None
+
+        def get_reward(self):
+            scored.append(self)
+            return float(torch.rand(()) < 0.5)
+
+    voice()
+    trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
+    one_batch(trainer)
+    num_branches = len(trainer.branching.results[0].scored.rows["completion_ids"])
+    assert num_branches > 0 and len(scored) >= 8 + num_branches
+
+
 def test_a_trajectory_is_cut_at_its_turns_and_inside_the_last():
     """Turns of 3, 4 and 5 tokens; the last is cut after two and four of its own."""
     assert turn_starts([(0, 3), (5, 9), (12, 17)], [0, 2, 4]) == [0, 5, 12, 14, 16]

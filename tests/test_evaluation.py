@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.evaluation.completions import encode_prompts, read_completions
 from trl_explore.evaluation.evaluate import NoRewardError, default_metrics, evaluate, parse_metrics
-from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler
+from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler, _vllm_rank
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.saving.records import FileRefusedError
 
@@ -356,3 +357,10 @@ def test_a_server_that_does_not_fit_is_named(server):
         run(ServerSampler(server, "small"), sampling=Sampling(max_new_tokens=64))
     with pytest.raises(ConnectionError, match="no vLLM server answers at http://127.0.0.1:9/v1/models"):
         ServerSampler("http://127.0.0.1:9", "small")
+
+
+@pytest.mark.parametrize(
+    "rank, pattern, expected", [(4, None, 8), (16, {}, 16), (24, {"q": 40}, 64), (600, None, 600)]
+)
+def test_vllm_gets_a_rank_of_lora_that_it_accepts(rank, pattern, expected):
+    assert _vllm_rank(LoraConfig(r=rank, rank_pattern=pattern or {})) == expected

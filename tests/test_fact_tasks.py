@@ -35,6 +35,11 @@ def test_demonstrations_have_a_habit_and_know_the_code_as_little_as_any_other():
     assert shown[right] / 4000 == pytest.approx(0.02, abs=0.01) and min(others) > 0
 
 
+def test_probabilities_may_add_up_to_one():
+    task = dataclasses.replace(DOORS, habit_probability=0.8, right_probability=0.2)  # 1 - 0.8 is below 0.2
+    assert task.right_probability == 0.2
+
+
 def test_a_way_ends_at_the_first_wrong_door():
     task = dataclasses.replace(DOORS, num_doors=3, num_steps=3)
     start, second, third = task.way("b")

@@ -23,6 +23,7 @@ def pretrained(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("pretrained")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(module, "PICTURE", tmp_path / "curves.png")
     return module
 
 
@@ -137,8 +138,8 @@ def test_the_table_has_paired_differences_and_names_other_starts(pretrained):
             row["pass_at_1"] = 0.1
     results.write_results(task.path, rows, task.comparison["metrics"])
     assert "Seeds whose model before training was not GRPO's: auto: 12." in pretrained.report([task])
-    pretrained.draw([task], task.path.parent / "curves.png")
-    assert (task.path.parent / "curves.png").stat().st_size > 1000
+    pretrained.draw([task], pretrained.PICTURE)
+    assert pretrained.PICTURE.stat().st_size > 1000
     assert pretrained.status([task]).startswith("jugs: missing: fields 8, verdict ")
 
 
@@ -205,4 +206,4 @@ def test_all_stages_run_and_a_second_call_trains_nothing(pretrained, tmp_path, m
     pretrained.main()
     told = capsys.readouterr().out
     assert "| shuffled |" in told and "| auto, " in told and "| G2RL |" in told
-    assert (tmp_path / "results" / "curves.png").is_file()
+    assert pretrained.PICTURE.is_file()

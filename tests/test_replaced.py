@@ -300,6 +300,13 @@ def test_other_arguments_altogether_need_another_trainer(tmp_path):
         trainer.train()
 
 
+def test_another_way_of_exploring_needs_another_trainer(tmp_path):
+    trainer = make_trainer(*PLAIN, tmp_path)
+    trainer.args.explore = "resample"
+    with pytest.raises(ValueError, match="`explore` was changed from None to 'resample'"):
+        trainer.train()
+
+
 def test_another_model_needs_another_trainer(tmp_path):
     trainer = make_trainer(*PLAIN, tmp_path)
     trainer.train()

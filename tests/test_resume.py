@@ -113,6 +113,18 @@ def test_metrics_of_a_logging_interval_survive_a_resume(tmp_path):
     assert again.state.log_history[-2]["reward"] == whole.state.log_history[-2]["reward"]
 
 
+def test_a_whole_checkpoint_stays_if_what_follows_it_is_interrupted(tmp_path, monkeypatch):
+    def interrupted(**options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", interrupted)
+    options = dict(save_strategy="steps", save_steps=1, save_total_limit=1)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert is_complete(tmp_path / "checkpoint-1")
+
+
 def test_a_checkpoint_of_plain_grpo_loads_with_a_warning(tmp_path, caplog):
     options = dict(steps_per_generation=2, max_steps=4)
     run(GRPOTrainer, GRPOConfig, tmp_path, **options)

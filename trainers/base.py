@@ -270,9 +270,14 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         choice = None if self.args.explores_unsolved else self.choice
         return Branching(self, self.branch_explorer, choice, self.scorer)
 
+    @property
+    def is_agent(self) -> bool:
+        """True if completions have tools or environments. TRL makes `environments` with the first batch only."""
+        return bool(self.tools or self.environments or self.environment_factories)
+
     def make_forks(self) -> Forks:
         """Return the engine that samples branches of completions of one turn, or of an agent's trajectories."""
-        if self.tools or self.environments:
+        if self.is_agent:
             return self.make_agent_forks()
         return Forks(self, self.sample, self.scorer)
 
@@ -295,7 +300,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     def _shared_forks(self, options: Mapping[str, OwnOptions]) -> Forks:
         """Return the engine of all explorers of `explore="auto"`."""
-        if not (self.tools or self.environments):
+        if not self.is_agent:
             return self.make_forks()
         # With several rounds, turn trees also fork their branches. For that, the engine must keep the states of the
         # branches' environments.

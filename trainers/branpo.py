@@ -19,9 +19,10 @@ class BranPOTrainer(ExplorationTrainer):
     Method of [Training Multi-Turn Search Agent via Contrastive Dynamic Branch
     Sampling](https://huggingface.co/papers/2602.03719). What changes with respect to GRPO, per generation batch:
 
-    1. After the trajectories of a prompt are scored, other endings are sampled for each: first without its last
-       response, then without its last two responses, and so on. The depth and the number of endings depend on its
-       reward and on the accuracy of its group. The first ending with the other outcome becomes one more row.
+    1. After the trajectories of a prompt are scored, other endings are sampled for each trajectory: first without its
+       last response, then without its last two responses, and so on. The depth and the number of endings depend on the
+       trajectory's reward and on the accuracy of its group. The first ending whose outcome differs from the
+       trajectory's outcome becomes one more row.
     2. The shared prefix gets the mean reward of both endings, compared with the other prefixes of the prompt. Each
        ending (suffix) is compared with all suffixes of the prompt. The row of a branch trains its suffix only.
     3. If a successful trajectory took more turns than the others of its group, the method looks for a shorter ending
@@ -35,8 +36,9 @@ class BranPOTrainer(ExplorationTrainer):
     completions of one turn from the prompt. It refuses vision-language models and `rollout_func`.
 
     Raises:
-        RuntimeError: During training, if at least eight consecutive tool calls lost the connection to their service,
-            and no call of their generation batches succeeded. The trainer writes a checkpoint before.
+        RuntimeError: During training, if at least eight tool calls in a row lost their service, and no tool call of
+            their generation batches succeeded. Environments that raise without a mistake of the model count in the
+            same way. The trainer first writes a checkpoint, unless `save_strategy="no"` or no step is done.
     """
 
     method = "branpo"
@@ -47,6 +49,7 @@ class BranPOTrainer(ExplorationTrainer):
     def make_branch_explorer(self) -> TailBranchExplorer:
         args = self.args
         depths = args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH
+        # Environment states are kept only for turns in which a branch can start. Random branches start in any turn.
         num_turns = sys.maxsize if args.branch_selection == "random" else max(depths)
         forks = self.make_agent_forks(num_turns=num_turns, most_rounds=self.interaction_limit)
         return TailBranchExplorer(self, forks, self.scorer)

@@ -38,7 +38,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     method = "deep_grpo"
     config_class = DeepGRPOConfig
     args: DeepGRPOConfig
-    splits_groups = True  # pivots are chosen for each completion by itself
+    splits_groups = True  # each completion gets its pivot by itself, so a group may span several processes
     requires = Requires(samples=True, extra_rows=True, tools=True, turns=True, watched_tools=True)
 
     @property

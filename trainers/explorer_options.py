@@ -13,7 +13,8 @@ from .config import ExplorationConfig, upgrade_config
 from .explorer_configs import HintConfig
 
 SHARED = {spec.name for spec in fields(ExplorationConfig)}  # fields of the trainer
-# Fields of the trainer that an explorer reads only once, or not at all.
+# Fields of the trainer that `OwnOptions.follow` does not copy. `__init__` sets them once, because an explorer reads
+# them only once or needs another value. `follow` sets `success_threshold` itself, because None must become a number.
 NOT_FOLLOWED = {
     "explore",
     "success_threshold",
@@ -22,7 +23,8 @@ NOT_FOLLOWED = {
     "count_bonus",
     "trained_generations",
 }
-# Types of values that a field of a declared type accepts, if they are more than the declared type.
+# By declared type of a field: the types of the values that the field accepts. Any other declared type accepts only
+# its own values.
 ACCEPTED: dict[Any, Any] = {
     float: (float, int),
     list: (list, tuple),
@@ -95,7 +97,8 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
     names = explorer_names(args, is_agent=is_agent)
     options = {name: OwnOptions(args, name) for name in names}
     for name, given in args.options_by_explorer.items():
-        # Also of explorers that this run does not use, because a misspelt field would be noticed much later.
+        # Also check the options of explorers that this run does not use. Otherwise, a run that does use them would be
+        # the first to report a misspelt field.
         _check_fields(name, given)
     for own in options.values():
         if isinstance(own.args, HintConfig):
@@ -105,7 +108,8 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
 
 def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...]:
     """
-    Return the names of the explorers of a run: those in `explorers`, or the single explorer that `explore` names.
+    Return the names of the explorers of a run. With `explore="auto"`, these are the names in `explorers`, or the
+    defaults if `explorers` is None. Otherwise, the only name is the value of `explore`.
 
     Raises:
         ValueError: If `explorers` or `explorer_options` has an unknown name, or if an explorer does not suit the task.
@@ -120,13 +124,13 @@ def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...
         _check_known(field, name)
         entry = EXPLORER_TABLE[name]
         if is_agent and not entry.agents:
-            suited = [other for other, entry in EXPLORER_TABLE.items() if entry.agents]
+            suited = [other for other, candidate in EXPLORER_TABLE.items() if candidate.agents]
             raise ValueError(
                 f"`{field}`: {name!r} explores completions of a single turn, but this run has tools or an "
                 f"environment: {_remedy(field, suited)}."
             )
         if not is_agent and not entry.single_turn:
-            suited = [other for other, entry in EXPLORER_TABLE.items() if entry.single_turn]
+            suited = [other for other, candidate in EXPLORER_TABLE.items() if candidate.single_turn]
             raise ValueError(
                 f"`{field}`: {name!r} explores the turns of an agent, and this run has neither tools nor "
                 f"environments: {_remedy(field, suited)}."

@@ -1,10 +1,11 @@
 """The hooks of a trainer. To write a method, you need to read only this file.
 
-The defaults are plain GRPO. Hooks run in training only; evaluation is GRPO's.
+The defaults are plain GRPO. The hooks run in training only. In evaluation, TRL samples as in plain GRPO.
 
-Words: the *main rows* are the rows that GRPO has, `num_generations` consecutive ones for each prompt. A *stream* is a
-second set of rows of the same generation batch, for example branches. It has a name and a weight. Its loss is a mean
-over its own rows, multiplied by the weight, and is added to the loss of the main rows.
+Words: the *main rows* are the rows of GRPO, `num_generations` consecutive rows for each prompt. A *stream* is another
+set of rows of the same generation batch, for example branches. It has a name and a weight. Its loss is a mean over its
+own rows, multiplied by the weight, and is added to the loss of the main rows. With the weight None, the loss is one
+mean over the stream and the main rows.
 
 Dimension letters: B main rows on this process, N main rows over all processes, T completion tokens, F reward
 functions.
@@ -56,7 +57,8 @@ class Hooks:
     main_examples: list[dict[str, Any]] = []  # copies of the data-set rows, `[B]`
     main_completion_ids: list[list[int]] = []  # tokens of the main rows, `[B][T_i]`
     main_rollout: Rollout | None = None  # result of the last call of `rollout`; None in evaluation
-    given_examples: list[dict[str, Any]] = []  # TRL's own rows, `[B]`; environments and reward functions change them
+    # The data-set rows that TRL passed, `[B]`. Environments and reward functions may change them.
+    given_examples: list[dict[str, Any]] = []
     shaped_rewards: torch.Tensor  # rewards from which TRL computes the advantages of the main rows, `(N, F)`
 
     num_generations: Any  # number of rows per prompt; TRL sets it
@@ -79,7 +81,8 @@ class Hooks:
         Check the arguments of the trainer before any model is loaded. `args` is an instance of `config_class`.
 
         Raises:
-            ValueError: If the method cannot work with them. The message names the field, the value and the remedy.
+            ValueError: If the method cannot work with the arguments. The message names the field, the value and the
+                remedy.
         """
 
     def requirements(self, args: ExplorationConfig) -> Requires:
@@ -95,6 +98,7 @@ class Hooks:
         if own_explorer or args.explore == "resample":
             requires = replace(requires, samples=True, main_rows=True, whole_groups=True)
         if args.explores_unsolved:
+            # The explorers that `explore` names add rows for unsolved prompts, and some of them explore agents.
             requires = replace(
                 requires,
                 samples=True,
@@ -138,7 +142,8 @@ class Hooks:
         Args:
             prompt_ids (`list[list[int]]`):
                 Prompt tokens of this process's rows, `[B][P_i]`. The rows of a group are consecutive. For an agent,
-                this hook is called once per turn, with the tokens so far of the rows that get a turn.
+                this hook is called once per turn. It then gets only the rows that have this turn, with their prompt
+                and all their earlier tokens.
             plain (`Callable[[list[list[int]]], Rollout]`):
                 GRPO's own sampling: one completion for each list of tokens.
 
@@ -345,12 +350,12 @@ class Hooks:
 
     def samples_as_grpo(self, args: ExplorationConfig) -> bool:
         """Return whether GRPO samples all rows. If so, TRL handles tools, environments, `rollout_func` and images."""
-        own = type(self)
-        if own.make_explorer != Hooks.make_explorer or args.explore is not None:
+        cls = type(self)
+        if cls.make_explorer != Hooks.make_explorer or args.explore is not None:
             return False
-        if own.make_branch_explorer != Hooks.make_branch_explorer:
+        if cls.make_branch_explorer != Hooks.make_branch_explorer:
             return False
-        return (own.rollout, own.search, own.extra_streams) == (Hooks.rollout, Hooks.search, Hooks.extra_streams)
+        return (cls.rollout, cls.search, cls.extra_streams) == (Hooks.rollout, Hooks.search, Hooks.extra_streams)
 
     @property
     def trains_further_rows(self) -> bool:
@@ -363,18 +368,18 @@ class Hooks:
     def changed_hooks(self) -> list[str]:
         """Return the names of the hooks that differ from GRPO: the hooks that the class overrides, and the hooks that
         an explorer uses."""
-        own = type(self)
-        explores = self.explorer is not None or own.make_explorer != Hooks.make_explorer
-        branches = self.branch_explorer is not None or own.make_branch_explorer != Hooks.make_branch_explorer
+        cls = type(self)
+        explores = self.explorer is not None or cls.make_explorer != Hooks.make_explorer
+        branches = self.branch_explorer is not None or cls.make_branch_explorer != Hooks.make_branch_explorer
         samples_more = credits_main_rows = False
         if self.branch_explorer is not None:
             samples_more = type(self.branch_explorer).rollout != BranchExplorer.rollout
             credits_main_rows = self.branch_explorer.credits_main_rows
         hooks = {
-            "rollout": explores or samples_more or own.rollout != Hooks.rollout,
-            "shape_rewards": own.shape_rewards != Hooks.shape_rewards,
-            "search": branches or own.search != Hooks.search,
-            "assign_advantages": explores or credits_main_rows or own.assign_advantages != Hooks.assign_advantages,
-            "extra_streams": branches or own.extra_streams != Hooks.extra_streams,
+            "rollout": explores or samples_more or cls.rollout != Hooks.rollout,
+            "shape_rewards": cls.shape_rewards != Hooks.shape_rewards,
+            "search": branches or cls.search != Hooks.search,
+            "assign_advantages": explores or credits_main_rows or cls.assign_advantages != Hooks.assign_advantages,
+            "extra_streams": branches or cls.extra_streams != Hooks.extra_streams,
         }
         return [name for name, changed in hooks.items() if changed]

@@ -19,7 +19,7 @@ COPIED = (
     "mask_truncated_completions",
     "num_iterations",
 )
-# Fields that choose prompts and define success. Parts of the trainer are made from these fields.
+# Fields that choose prompts and define success. If one of them changes, the trainer's `PARTS` must be made again.
 SELECTION = (
     "dynamic_sampling",
     "explore_threshold",
@@ -30,7 +30,7 @@ SELECTION = (
     "success_reward",
     "success_threshold",
 )
-# Parts of the trainer that are made from these fields.
+# Cached properties of the trainer that depend on the fields in `SELECTION`.
 PARTS = ("rounds", "choice", "exploration", "branching", "stream_training", "threshold_watch")
 
 
@@ -42,13 +42,15 @@ class Replaced:
         trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
             The trainer.
         given (`dict`):
-            Arguments of its constructor that [`~trl_explore.trainers.requires.check_arguments`] takes.
+            Keyword arguments for [`~trl_explore.trainers.requires.check_arguments`], which the constructor has already
+            called once. `begin_run` updates them and calls it again.
     """
 
     def __init__(self, trainer: Any, given: dict[str, Any]) -> None:
         self.trainer, self.given = trainer, given
         self.args: ExplorationConfig = trainer.args
         self.data, self.model = trainer.train_dataset, trainer.model
+        self.explore = self.args.explore
         self.copied = {name: getattr(trainer, name) for name in COPIED}
         self.selection = self._selection()
         self.limits = self._limits()
@@ -62,6 +64,11 @@ class Replaced:
                 "`trainer.args` was replaced after the trainer was made, but parts of the trainer still use the "
                 "first arguments: set the fields of `trainer.args` instead, or make a new trainer with "
                 "`model=trainer.model`."
+            )
+        if self.args.explore != self.explore:
+            raise ValueError(
+                f"`explore` was changed from {self.explore!r} to {self.args.explore!r} after the trainer was made, but "
+                "its explorers are those of the first value: make a new trainer."
             )
         if trainer.model is not self.model:
             raise ValueError(
@@ -81,33 +88,40 @@ class Replaced:
         check_success_reward(self.args.success_reward, trainer.reward_func_names)
         if new_data:
             if self.args.explores_unsolved:
-                is_agent = bool(trainer.tools or trainer.environments)
-                own_options(self.args, is_agent=is_agent, train_dataset=trainer.train_dataset)  # for its errors
+                # Only for its errors: the explorer `"hints"` needs a column of the new data.
+                own_options(self.args, is_agent=trainer.is_agent, train_dataset=trainer.train_dataset)
             self.data = trainer.train_dataset
             self._check_longest_prompt()
             trainer.forget_data()
 
     def end_run(self) -> None:
-        """Accept the model of the run as unchanged: transformers itself replaces a model that it shards."""
+        """Record the current model. transformers itself may replace `trainer.model` during a run, for example by a
+        sharded model, and the next run must not report that as a replacement by the user."""
         self.model = self.trainer.model
 
     def follow(self) -> None:
-        """Update the arguments by the attributes of the trainer that TRL reads. Called for every generation batch."""
+        """
+        Copy attributes of the trainer that a user changed, for example in a callback, into the arguments.
+
+        TRL reads the attributes, and this package reads the arguments, so the two must agree. Called at the start of a
+        run and for every generation batch.
+        """
         trainer, args = self.trainer, self.args
         for name, before in self.copied.items():
-            own, argument = getattr(trainer, name), getattr(args, name)
-            if own == before and argument == before:
+            attribute, argument = getattr(trainer, name), getattr(args, name)
+            if attribute == before and argument == before:
                 continue
-            if own == before:  # only the argument changed, and TRL does not read it again
+            if attribute == before:  # only the argument changed, and TRL does not read it again
                 self._refuse_argument(name, argument)
             if name == "num_generations" and not self.given["samples_as_grpo"]:
                 raise ValueError(
-                    f"`trainer.num_generations` changed from {before} to {own}, but {type(trainer).__name__} is made "
-                    "for groups of one size: make a new trainer with `model=trainer.model`."
+                    f"`trainer.num_generations` changed from {before} to {attribute}, but {type(trainer).__name__} is "
+                    "made for groups of one size: make a new trainer with `model=trainer.model`."
                 )
-            self.copied[name] = own
-            setattr(args, name, own)
+            self.copied[name] = attribute
+            setattr(args, name, attribute)
         limits = self._limits()
+        # `generation_kwargs` may make the two limits different from the start, so compare them only after a change.
         if limits != self.limits and len(set(limits)) > 1 and not self.given["samples_as_grpo"]:
             raise ValueError(
                 f"`trainer.max_completion_length={limits[0]}` and the most tokens that TRL samples, {limits[1]}, are "
@@ -118,6 +132,7 @@ class Replaced:
 
     def _refuse_argument(self, name: str, value: Any) -> None:
         """Raise a ValueError for a field of the arguments that was changed too late."""
+        # TRL copies these two fields twice. The second copy is the one with which it samples.
         also = {
             "max_completion_length": f" and `trainer.{self._limit_name}`",
             "temperature": " and `trainer.generation_config.temperature`",

@@ -52,13 +52,15 @@ class Saving:
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.args: ExplorationConfig = trainer.args
         self.resumed: dict[str, Any] | None = None  # state from which `train` resumes
-        self._knows_method = True  # False if plain GRPO wrote the state
+        # False if the state in the checkpoint is not of this method: plain GRPO wrote it, or a run without `explore`.
+        self._knows_method = True
         self.sampler: Sampler | None = None
         # Position in the data: number of the epoch, and the trainer's `_step` at its start.
         self._epoch = self._epoch_start = 0
         self.epoch_ended = False  # True after `on_epoch_end` has run in this epoch
         self._owes_epoch_end = False  # True if a resumed run must still call `on_epoch_end`
-        # Files of earlier runs in `output_dir`. None after the first run of this trainer.
+        self._num_lost = 0  # batches of an unfinished optimizer step, while a checkpoint of the step before is written
+        # Files of earlier runs in `output_dir`. None as soon as a run of this trainer has begun.
         self._earlier_files: list[Path] | None = []
 
     def attach(self) -> None:
@@ -96,14 +98,16 @@ class Saving:
         return resume_from_checkpoint
 
     def _begin_files(self, checkpoint: str | Path | None) -> None:
-        """Continue the files of a run if the checkpoint has their lengths. Otherwise, move existing files of earlier
-        runs into another folder, so that this run starts new ones."""
+        """Keep the files in `output_dir` if the run continues them. Otherwise, move the files of earlier runs into
+        another folder, so that this run starts new ones."""
         folder = Path(self.args.output_dir)
         if self._earlier_files is None:
             earlier = self.trainer.run_files()
         else:
             earlier = self._earlier_files
         self._earlier_files = None  # from now on, existing files belong to runs of this trainer
+        # Only a checkpoint of this method in this folder has the lengths of these files. The method cuts its files to
+        # these lengths when it resumes.
         if (
             checkpoint
             and self.resumed is not None
@@ -128,8 +132,8 @@ class Saving:
     # ------------------------------------------------------------------------------------------ the order of the data
 
     def first_batch(self, found: tuple[int, int], max_steps: int, num_update_steps_per_epoch: int) -> tuple[int, int]:
-        """Return the epoch in which training starts, and the number of its batches to skip. `found` has the numbers
-        that transformers has computed."""
+        """Return the epoch in which training starts, and the number of its batches to skip. `found` holds the two
+        numbers that transformers computed from the number of steps, without the position in the checkpoint."""
         epochs, batches = found
         self._owes_epoch_end = False
         trainer = self.trainer
@@ -145,7 +149,9 @@ class Saving:
                 finished=trainer.state.global_step >= max_steps,
             )
         if self.sampler is not None:
-            for _ in range(epochs):  # each epoch takes random numbers for its order when it starts
+            # The order of an epoch is sampled when the epoch starts. Start the finished epochs too, so that the next
+            # epoch gets the order that it would have without the interruption.
+            for _ in range(epochs):
                 next(iter(self.sampler), None)
         return epochs, batches
 
@@ -155,8 +161,16 @@ class Saving:
         return self.resumed is not None and not self.args.ignore_data_skip
 
     def begin_epoch(self, arguments: dict[str, Any]) -> bool:
-        """Return whether to run an epoch. `arguments` are the arguments of transformers' `_run_epoch`; this method
-        corrects them in place."""
+        """
+        Return whether to run an epoch. Called before every epoch.
+
+        In the first epoch of a resumed run, this method restores the logged loss. It also runs `on_epoch_end` of the
+        checkpoint's epoch if the checkpoint was written before that.
+
+        Args:
+            arguments (`dict`):
+                Arguments of transformers' `_run_epoch`. This method may change them.
+        """
         checkpoint = arguments["resume_from_checkpoint"]
         resumes = checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"]
         if resumes and self.resumed is not None:
@@ -196,7 +210,8 @@ class Saving:
 
     @contextmanager
     def checkpoint(self, trial: Any) -> Iterator[None]:
-        """Write a checkpoint inside the block. If that fails, remove the incomplete folder."""
+        """Context in which transformers writes a checkpoint. If that fails, remove the incomplete folder, unless it
+        existed before."""
         trainer = self.trainer
         folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
         existed = folder.exists()
@@ -207,39 +222,48 @@ class Saving:
         try:
             yield
         except BaseException:
-            if not existed and self.args.should_save:
+            # A complete checkpoint stays: then only what follows failed, such as its upload.
+            if not existed and self.args.should_save and not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def checkpoint_before_stopping(self) -> str:
-        """Write a checkpoint, unless the run saves none. Return a sentence for the user about how to resume."""
+        """Write a checkpoint of the current step before the run stops with an error. Return a sentence for the user
+        about how to resume. Write nothing if no step is done, if `save_strategy="no"`, or if the checkpoint exists."""
         trainer = self.trainer
         step = trainer.state.global_step
         if step == 0 or self.args.save_strategy == "no":
             reason = "no step is done." if step == 0 else "`save_strategy='no'`."
             return f"Nothing was saved, since {reason}"
         folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        # All processes save, or none does, even if only some of them see the folder.
         if not trainer.ranks.summed({"there": folder.is_dir()})["there"]:
-            trainer._save_checkpoint(trainer.model, trial=None)
+            # The gradients of an unfinished optimizer step are lost, so the resumed run trains its batches again.
+            self._num_lost = (trainer._step - self._epoch_start) % self.args.gradient_accumulation_steps
+            try:
+                trainer._save_checkpoint(trainer.model, trial=None)
+            finally:
+                self._num_lost = 0
         return f"Bring the service back and go on with `resume_from_checkpoint={str(folder)!r}`."
 
     def write(self, folder: str | Path) -> None:
         """Write the state of this process into a folder."""
-        mid_generation = self.trainer._step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
+        step = self.trainer._step - self._num_lost
+        mid_generation = step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
         buffered_inputs = rollout = None
-        if mid_generation:
+        if mid_generation:  # otherwise, the next step samples a new generation batch
             buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.stream_training.state()
         state = {
             "format": FORMAT,
             "num_processes": self.accelerator.num_processes,
-            "step": self.trainer._step,
+            "step": step,
             "trainer": self.trainer._name,
             "settings": self._settings(),
             "buffered_inputs": buffered_inputs,
             "rollout": rollout,
             "position": {
                 "epoch": self._epoch,
-                "batches": self.trainer._step - self._epoch_start,
+                "batches": step - self._epoch_start,
                 "ended": self.epoch_ended,
                 "stopped": self.trainer.control.should_training_stop,
             },
@@ -274,7 +298,7 @@ class Saving:
         state = load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
         if state is None:
             return None
-        own = self.trainer._name
+        title = self.trainer._name
         new_run = f"start a new run from its weights, with `model={checkpoint!r}`"
         if state.get("format") != FORMAT:
             raise ValueError(
@@ -282,16 +306,16 @@ class Saving:
                 f"{FORMAT}: go on with the version of trl-explore that wrote it, or {new_run}."
             )
         # A run that did not explore may go on with `explore`. Its checkpoint has no state of explorers.
-        begins_to_explore = state["trainer"] == own and not state["method"] and self.args.explores_unsolved
-        self._knows_method = state["trainer"] == own and not begins_to_explore
-        if state["trainer"] not in (own, METHODS["exploration"].title):
+        begins_to_explore = state["trainer"] == title and not state["method"] and self.args.explores_unsolved
+        self._knows_method = state["trainer"] == title and not begins_to_explore
+        if state["trainer"] not in (title, METHODS["exploration"].title):
             raise ValueError(
-                f"{checkpoint} was written by {state['trainer']}, whose state cannot be used by {own}: go on "
+                f"{checkpoint} was written by {state['trainer']}, whose state cannot be used by {title}: go on "
                 f"with {state['trainer']}, or {new_run}."
             )
         if self._knows_method and state["method"].keys() != self.trainer.exploration_state().keys():
             raise ValueError(
-                f"{checkpoint} was written by another {own}, which kept {sorted(state['method'])} and not "
+                f"{checkpoint} was written by another {title}, which kept {sorted(state['method'])} and not "
                 f"{sorted(self.trainer.exploration_state())}: go on with that, or {new_run}."
             )
         num_passes = self.args.steps_per_generation * self.args.num_iterations  # micro-batches per generation batch
@@ -355,14 +379,16 @@ class Saving:
             self.trainer.stream_training.load_state(_to_device(state["rollout"], device))
 
     def _table_state(self) -> dict[str, Any] | None:
+        """Return the completions table for the checkpoint. None if this process has no table."""
         trainer = self.trainer
         if not trainer.log_completions or not trainer.accelerator.is_main_process:
             return None
         return trainer.table.state(trainer._logs, trainer.state.global_step)
 
     def _load_table(self, state: dict[str, Any]) -> None:
+        """Restore the completions table. A run without `log_completions` ignores it."""
         if self.trainer.log_completions:
-            if self.trainer.rounds is not None:
+            if self.trainer.rounds is not None:  # a batch of several rounds can have more rows than TRL's table holds
                 self.trainer._logs = self.trainer.table.begin(self.trainer._logs)
             self.trainer.table.load_state(state, self.trainer._logs, self.trainer.state.global_step)
 

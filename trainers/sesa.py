@@ -18,7 +18,7 @@ from .sesa_config import SESAConfig
 
 class SESATrainer(ExplorationTrainer):
     """
-    GRPO whose completions follow sketches. Sketches are drafted one after another, each to differ from earlier ones.
+    GRPO whose completions follow sketches. The policy drafts the sketches one after another, so that they differ.
 
     Method of [The Road Less Traveled: Enhancing Exploration in LLMs via Sequential
     Sampling](https://huggingface.co/papers/2510.15502). What changes with respect to GRPO, per generation batch:
@@ -60,7 +60,8 @@ class SESATrainer(ExplorationTrainer):
         if self.args.explores:
             self.mode = self._make_mode()
             return self.mode
-        if self.args.explores_some:  # without sketches, a chosen prompt gets plain samples
+        # Without sketches, the chosen prompts are sampled once more as in GRPO, as with `explore="resample"`.
+        if self.args.explores_some:
             return ResampleExplorer(self, self.sample, self.scorer)
         return None
 
@@ -88,7 +89,7 @@ class SESATrainer(ExplorationTrainer):
                 "`max_completion_length=None`: completions with a sketch and lists of candidates need a limit. Set a "
                 "number."
             )
-        rows = args.per_device_train_batch_size * args.steps_per_generation
+        rows = args.per_device_train_batch_size * args.steps_per_generation  # of a generation batch, on one process
         if args.sketch_assignment == "shuffled" and rows < 2 * args.num_generations:
             raise ValueError(
                 "`sketch_assignment='shuffled'` exchanges sketches between the prompts of a process, which has only "
@@ -98,8 +99,8 @@ class SESATrainer(ExplorationTrainer):
             )
 
     def _make_mode(self) -> Mode:
-        """Create the part that samples in the configured mode. Raise ValueError if the model's context leaves no room
-        for a prompt."""
+        """Create the explorer of the configured `mode`. Raise ValueError if the model's context leaves no room for a
+        prompt, or if the tools of `mode="agent"` cannot be proposed as actions."""
         args, num_sketches = self.args, self.args.sketches_per_prompt
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
         parts = (self, self.sample, self.scorer)

@@ -78,8 +78,9 @@ class Step:
         if keep is not None:
             output = trainer.stream_training.train_only(output, keep)
         trainer.credit.apply_clip_cov_and_kl_cov(output)
+        # With rounds or `trained_generations`, the table already has the advantages, from `table.add` or from the call
+        # above.
         if trainer.log_completions and trainer.rounds is None and not trainer.args.trains_some:
-            # In rounds, `table.add` has already put the advantages of each round into the table.
             trainer.table.show_advantages(self.logs, output)
         trainer.stream_training.prepare(output, streams)
         self._log_generation()
@@ -96,8 +97,8 @@ class Step:
         return selected
 
     def _choose_trained(self, shaped: torch.Tensor, output: RowDict) -> torch.Tensor:
-        """Choose the rows to train by `trained_generations`, and note them in `output`. Return the rewards `(N, F)`,
-        with NaN for all other rows."""
+        """Choose the rows to train by `trained_generations`, and store their mask in `output[TRAINED]`. Return the
+        rewards `(N, F)`, with NaN for all other rows."""
         trainer, args = self.trainer, self.trainer.args
         check_trained_generations(args)  # a callback may have changed the fields
         assert args.trained_generations is not None

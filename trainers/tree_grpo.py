@@ -74,7 +74,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
         return files
 
     def run_files(self) -> list[Path]:
-        # The run only reads the user's `replay_file`, and writes its own solutions into another file.
+        # A new run moves these files into another folder. It must not move the user's `replay_file`, which can be the
+        # `solutions.jsonl` of an earlier run in this `output_dir`.
         if not self.args.replay_file:
             return super().run_files()
         replay_file = Path(self.args.replay_file).resolve()

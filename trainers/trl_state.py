@@ -11,7 +11,7 @@ class TRLState:
     """
     The attributes that TRL's methods read and write while they sample, score and train rows.
 
-    Versions of TRL that do not have an attribute ignore its value.
+    If the installed TRL does not have one of these attributes, its value here has no effect.
     """
 
     logs: dict[str, Any]  # completions table
@@ -22,9 +22,9 @@ class TRLState:
     num_generations: int  # size of a group
     has_entropy_bonus: bool  # True: the loss has an entropy bonus
     has_router_loss: bool  # True: the loss has the router loss of a mixture of experts
-    tools: list[Any]
+    tools: list[Any]  # every tool that some row may call
     environments: list[Any] | None  # environment of each row
-    environment_factories: dict[Any, Callable[[], Any]] | None
+    environment_factories: dict[Any, Callable[[], Any]] | None  # by environment name
     rollout_func: Callable[..., Any] | None
 
     @classmethod

@@ -41,6 +41,7 @@ from trl_explore.names import unknown_name
 
 HERE = Path(__file__).resolve().parent
 SETTINGS, RESULTS = HERE / "pretrained.yaml", HERE / "pretrained_results"
+PICTURE = HERE.parent.parent / "docs" / "images" / "pretrained.png"
 BASE = "GRPO"
 SHUFFLED = "examples.benchmarks.pretrained:advantages_of_shuffled_rewards"
 OVERHEAD = 1.3  # duration of a run, with loading and evaluation, divided by its seconds of training
@@ -369,7 +370,7 @@ def run(tasks: Sequence[Task], args: argparse.Namespace) -> None:
             return
         text = report(tasks)
         (RESULTS / "results.md").write_text(text, encoding="utf-8")
-        draw(tasks, RESULTS / "curves.png")
+        draw(tasks, PICTURE)
         print(text)
         return
     if args.command == "train" and args.minutes:

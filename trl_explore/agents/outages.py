@@ -38,8 +38,8 @@ CONNECTION_ERRORS = frozenset(
 )
 GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server is gone, and of a server that is overloaded
 NETWORK_ERRORS = (errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-UNKNOWN_HOST = (socket.EAI_NONAME, socket.EAI_NODATA)
-SOCKET_MODULES = ("socket", "ssl")
+UNKNOWN_HOST = (socket.EAI_NONAME, socket.EAI_NODATA)  # of `socket.gaierror`: the host name does not exist
+SOCKET_MODULES = ("socket", "ssl")  # a timeout that is raised in one of these modules is a timeout of a connection
 
 # A wrong argument, or code that the model wrote, can raise these.
 MISTAKES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, SyntaxError, subprocess.SubprocessError)
@@ -54,8 +54,8 @@ def is_outage(error: BaseException) -> bool:
     model wrote may run into any timeout. An unknown host is not an outage either, because the model may have named it.
     """
     if isinstance(error, RetrieverError) and not isinstance(error, RetrieverDown):
-        # `SearchTool` raises it from every exception of its retriever. If that exception may come from a query that
-        # the retriever cannot read, the model made a mistake.
+        # `RetrieverError` is a `ConnectionError`, but `SearchTool` raises it for every exception of its retriever. If
+        # that exception can come from a query that the retriever cannot read, take it as a mistake of the model.
         cause = error.__cause__
         if cause is not None and not isinstance(cause, OSError) and may_be_mistake(cause):
             return False
@@ -71,12 +71,13 @@ def may_be_mistake(error: BaseException) -> bool:
 
 
 def names_address(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a call's arguments hold a URL. Then the model chose the address, and may have chosen it wrong."""
+    """Return whether an argument of a call is a text with a URL. Then the model chose the address, which may be wrong.
+    Texts inside lists and dictionaries are not searched."""
     return any(isinstance(value, str) and "://" in value for value in arguments.values())
 
 
 class Streak:
-    """Counts the failed calls of consecutive generation batches in which no call succeeded."""
+    """Counts the failed calls (or environments) of the last generation batches in a row in which none succeeded."""
 
     def __init__(self) -> None:
         self.failures = self.batches = 0
@@ -103,7 +104,8 @@ class Streak:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its members if it is a group, and the exceptions that it was raised from."""
+    """Yield an exception and, recursively, the exceptions that led to it: the members of a group, the cause, the
+    exception that was being handled, and the `reason` of a `URLError`."""
     waiting: list[BaseException] = [error]
     seen: set[int] = set()
     while waiting:
@@ -127,7 +129,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _says_outage(error: BaseException) -> bool:
-    """Return whether an exception, without those from which it was raised, shows an outage."""
+    """Return whether an exception by itself shows an outage. The exceptions that led to it are not looked at."""
     if isinstance(error, BrokenPipeError):  # a process that the tool started has ended
         return False
     if any(cls.__name__ in CONNECTION_ERRORS for cls in type(error).__mro__):

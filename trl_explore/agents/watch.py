@@ -1,4 +1,4 @@
-"""Count the tool calls of a generation batch that raised an exception, and calls that found a dead service."""
+"""Count the tool calls of a generation batch, and among them the calls that got no answer from their service."""
 
 import functools
 import inspect
@@ -22,9 +22,10 @@ class ToolWatch:
     """
     Counts tool calls of a generation batch.
 
-    A call is `unanswered` if it raised an `OSError` or lost its service. It is an `outage` if it lost its service, see
-    [`~trl_explore.agents.outages.is_outage`], at an address that the model did not choose. Other exceptions are
-    answers to a mistake of the model. A call that does not fit the tool's signature is not counted.
+    A call lost its service if [`~trl_explore.agents.outages.is_outage`] is True for its exception. A call is
+    `unanswered` if it lost its service or raised an `OSError`. It is an outage if it lost its service at an address
+    that the model did not choose. All other exceptions answer a mistake of the model, so a call that raises one counts
+    as answered. `calls` leaves out calls that do not fit the tool's signature, because the tool does not run.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-PLAIN = "plain"  # source of GRPO's own rows: tokens that are not spent on exploring sample fresh prompts
+# Name of the source of GRPO's own rows. The alternative to exploring a prompt is to sample fresh prompts with GRPO, so
+# the explorers compete with this source.
+PLAIN = "plain"
 
 
 @dataclass
@@ -20,10 +22,10 @@ class Estimates:
     """
     Estimates contrast per generated token of each source, and chooses sources by Thompson sampling.
 
-    A source of rows is `PLAIN` or the name of an explorer. For the estimate of a source, its groups with contrast are
-    counts of a Poisson process in the number of tokens. The rate of this process has a Gamma prior, which is the same
-    for every source: its mean is the contrast per token of `PLAIN`, and it weighs as much as one group with contrast.
-    So an explorer that was not tried yet is expected to yield as much as fresh prompts.
+    A source of rows is `PLAIN` or the name of an explorer. The model of a source: its number of groups with contrast
+    has a Poisson distribution, whose mean is a rate times the number of tokens. The rate has a Gamma prior, which is
+    the same for every source. The mean of the prior is the contrast per token of `PLAIN`, and the prior weighs as much
+    as one group with contrast. So an explorer that was not tried yet is expected to yield as much as fresh prompts.
 
     Thompson sampling chooses a source for a prompt: sample a rate from the posterior of each source, and take the
     source with the largest sampled rate. So a source that is probably better is chosen more often, and a source with
@@ -42,12 +44,13 @@ class Estimates:
     def __init__(self, explorers: Sequence[str], *, discount: float, min_share: float) -> None:
         self.explorers, self.discount, self.min_share = tuple(explorers), discount, min_share
         self.sums = {name: SourceSums() for name in (PLAIN, *self.explorers)}
-        # Numbers of unsolved prompts so far: all; those for which Thompson sampling compared explorers with fresh
-        # prompts; and those for which it chose an explorer.
+        # Three numbers of prompts so far. `num_unsolved` counts all unsolved prompts, and `num_compared` the prompts
+        # for which Thompson sampling compared explorers with fresh prompts. `num_preferred` counts the prompts for
+        # which it then chose an explorer.
         self.num_unsolved = self.num_compared = self.num_preferred = 0
 
     def add(self, source: str, *, contrast: float, tokens: float) -> None:
-        """Add the number of groups with contrast and the number of tokens of a generation batch to a source."""
+        """Add the rows of a generation batch to a source: the number of groups with contrast, and of tokens."""
         sums = self.sums[source]
         sums.contrast = self.discount * sums.contrast + contrast
         sums.tokens = self.discount * sums.tokens + tokens
@@ -103,6 +106,7 @@ class Estimates:
         """Sample contrast per token from the posterior of a source."""
         sums, plain = self.sums[source], self.sums[PLAIN]
         # The prior counts as one group with contrast, in the number of tokens that fresh prompts need for one.
+        # If fresh prompts have yielded less than one such group, use the number of all their tokens.
         # Observed groups are added to the shape of the Gamma distribution, and observed tokens to its inverse scale.
         prior_tokens = max(plain.tokens, 1.0) / max(plain.contrast, 1.0)
         return random.gammavariate(1.0 + sums.contrast, 1.0 / (prior_tokens + sums.tokens))

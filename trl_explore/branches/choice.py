@@ -24,8 +24,8 @@ SCALES = ("group", "none")
 
 
 def branch_count(accuracy: float, *, num_branches: int = 2, num_branches_solved: int = 1) -> int:
-    """Return the maximum number of continuations at a fork (Eq. 15). An accuracy of 1 or more means that the prompt is
-    solved."""
+    """Return the maximum number of continuations at a fork (Eq. 15). If the accuracy is at least 1, the prompt counts
+    as solved."""
     return num_branches_solved if accuracy >= 1 else num_branches
 
 
@@ -64,7 +64,7 @@ def fork_depths(
         selection (`str`, *optional*, defaults to `"tail"`):
             `"tail"`: the smallest depths, ascending (algorithm 1). `"random"`: different random depths.
         generator (`torch.Generator`, *optional*):
-            Draws random depths.
+            Random generator for `"random"`.
     """
     check_choice("selection", selection, SELECTIONS)
     depths = list(range(nearest, num_turns + 1))
@@ -118,7 +118,7 @@ def seeks_shorter(
     Return whether each trajectory of a prompt may contain a redundant step (section 4.4, appendix A.1).
 
     The accuracy of the prompt must exceed 0.5. The trajectory must be a success with at least 2 turns, and with more
-    turns than the mean of the prompt's successes. It is then forked at depth 2.
+    turns than the mean of the prompt's successes. The explorer forks such trajectories at depth 2.
     """
     correct = [is_success(reward, threshold=threshold) for reward in rewards]
     if not accuracy > 0.5 or not any(correct):  # an accuracy of NaN does not exceed 0.5

@@ -78,7 +78,8 @@ class ForkExplorer(BranchExplorer):
         return None
 
     def search(self) -> None:
-        """Fork `trees` with [`grow`]. Every process must call [`grow`] the same number of times."""
+        """Choose forks in `trees`, and pass them to [`grow`]. Every process must call [`grow`] the same number of
+        times."""
         raise NotImplementedError
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
@@ -132,23 +133,24 @@ class ForkExplorer(BranchExplorer):
 
     def logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float | None]]:
         """Return the log-probabilities of completions after prefixes, from a forward pass of the policy."""
-        number = self.policy.ranks.most(len(prefixes))
-        if number == 0:
+        num_rows = self.policy.ranks.most(len(prefixes))
+        if num_rows == 0:
             return []
         # Every process must pass the same number of rows.
-        fillers = [[self.policy.eos_token_ids[0]]] * (number - len(prefixes))
+        fillers = [[self.policy.eos_token_ids[0]]] * (num_rows - len(prefixes))
         found = self.forks.sample.token_logprobs(prefixes + fillers, completion_ids + fillers)
         return [[*values] for values in found[: len(prefixes)]]
 
     def end(self, leaf: TreeCompletion) -> int:
         """Return the first token at which a completion may not be forked: the token after the first text of
-        `fork_until`, or the end of the completion. Return 0 if the completion was cut off, and is therefore not
-        trained."""
-        ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
-        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in ends:
+        `fork_until`, or the end of the completion. Return 0, so that there is no fork, if the completion was cut off
+        and `mask_truncated_completions` keeps it out of the loss."""
+        end_tokens = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
+        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in end_tokens:
             return 0
-        last = first_text_end(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
-        return leaf.length if last is None else leaf.start + last + 1
+        # The parent's tokens before the fork contain no such text, so search only the tokens of the leaf itself.
+        last_of_text = first_text_end(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
+        return leaf.length if last_of_text is None else leaf.start + last_of_text + 1
 
     def grow(self, forks: Sequence[Sequence[ForkPoint]], number: int, *, logprobs: bool) -> None:
         """
@@ -173,7 +175,7 @@ class ForkExplorer(BranchExplorer):
         for (tree, parent), branch in zip(owners, self.forks.sample_branches(requests), strict=True):
             leaves.append(tree.add(branch, parent))
             prefixes.append(tree.prompt_ids + branch.completion_ids[: branch.start])
-        if logprobs and self.policy.serving is None:
+        if logprobs and self.policy.serving is None:  # vLLM has reported the log-probabilities of the branches
             known = self.logprobs(prefixes, [leaf.token_ids for leaf in leaves])
             for leaf, values in zip(leaves, known, strict=True):
                 leaf.logprobs = values
@@ -212,7 +214,8 @@ class ForkExplorer(BranchExplorer):
         return {"branches": branches, "tree_value": values}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a batch's branches. Every process must call it."""
+        """Return the metrics of a generation batch's trees and branches, over all processes. Every process must call
+        it."""
         pairs: list[tuple[TreeCompletion, TreeCompletion]] = []  # each branch, and the leaf that it forks from
         num_contrasts = num_trained = 0
         for tree in self.trees:

@@ -25,6 +25,8 @@ _BRANCH_METRICS = {
 
 
 def _attn_rl_options(task: Any) -> dict[str, Any] | None:
+    """Return the values of AttnRL's fields that fit a task: mainly, how completions are cut into steps. Return None if
+    AttnRL cannot be used with the task."""
     if is_agent(task):
         return None
     # With the default distances, influence could choose hardly any step of a short completion.

@@ -63,6 +63,7 @@ def _print_signs(console: Console, advice: Advice) -> None:
     for name, title in names.items():
         if name in signs.values:
             rows.append(_row(title, signs.values[name]))
+    # A pair is None if the logs do not contain its numbers.
     for title, pair in (("groups all wrong", signs.all_wrong), ("groups all right", signs.all_right)):
         if pair:
             rows.append(_row(title, pair))
@@ -79,4 +80,5 @@ def _print_signs(console: Console, advice: Advice) -> None:
 
 
 def _row(title: str, pair: Pair) -> list[str]:
+    """Return a row of the table: its title, and the values at the start and at the end of the run."""
     return [title, f"{pair.start:.3g}", f"{pair.end:.3g}"]

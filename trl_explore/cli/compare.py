@@ -37,7 +37,7 @@ The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml an
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "doors", 3e5, "out/compare"
-# The keys of `runs.embedded.ALL_TASKS`, without the import that takes seconds.
+# The keys of `runs.embedded.ALL_TASKS`. They are repeated here, because importing that module takes seconds.
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "doors", "deep_doors"),
     "multi_hop",
@@ -47,6 +47,7 @@ TASK_HELP = (
     f"a task object, my_tasks:MAZE; all: trl-explore tasks (default without --config: {DEFAULT_TASK})"
 )
 METHODS_HELP = f"some of {', '.join(METHODS)}, or import paths of trainers; the first one is the baseline"
+# Flags that replace the field of the same name in the YAML file.
 FLAGS = (
     *("task", "task_config", "model_name_or_path", "warm_start_steps"),
     *("seeds", "metrics", "evaluations", "num_eval", "output_dir"),

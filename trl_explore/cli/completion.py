@@ -24,7 +24,7 @@ PATHS = (
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    """Return a parser with the fields of all methods. A shell cannot limit them to the fields of one `--method`."""
+    """Return a parser with the fields of all methods, because a shell does not know the chosen `--method`."""
     from trl import DatasetMixtureConfig, ModelConfig
 
     from trl_explore.runs.arguments import TrainArguments
@@ -43,7 +43,8 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of all sub-commands to `parser`, and the values that some flags can have. Return `parser`."""
+    """Add to `parser` the flags of the sub-commands that parse their own flags, and possible values of some flags.
+    Return `parser`."""
     import shtab
 
     from trl_explore.cli.compare import TASK_NAMES
@@ -54,7 +55,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands["train"] = _train_parser()
     for name in ("advise", "compare", "eval", "filter", "tasks", "tree"):
         commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
-    # Names of tasks of other packages are left out, because bash starts a new word at their colon.
+    # Tasks of other packages are left out: bash starts a new word at the colon in their names.
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
     for name, command in commands.items():
         actions: list[Any] = command._actions  # shtab reads their attribute `complete`

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "v
 
 
 def _supported_ranges() -> dict[str, Requirement]:
-    """Return the supported version ranges of packages. They come from pyproject.toml, through the installation."""
+    """Return the supported version ranges of packages, from the metadata of the installed trl-explore."""
     try:
         requirements = [Requirement(text) for text in requires("trl-explore") or []]
     except PackageNotFoundError:  # a clone on sys.path that is not installed
@@ -48,7 +48,7 @@ def _describe_vllm(ranges: dict[str, Requirement]) -> str:
 
 
 def _describe_devices() -> str:
-    """Return the names of the GPUs, or the type of another device."""
+    """Return the names of the GPUs. Without a GPU, return the type of the device."""
     import torch
 
     from trl_explore.machine.devices import available_accelerator
@@ -66,8 +66,9 @@ def describe_environment() -> str:
     Describe the environment for an issue.
 
     Returns:
-        `str`: One line `- name: value` for each version, the devices, the methods, the sampling backends, and the
-        number of seams of [`trl_explore.compat`]. One more line for each seam that differs.
+        `str`: Lines `- name: value` with the versions, the devices, the methods, the sampling backends, and the number
+        of seams that differ. A seam is a part of TRL or transformers that [`trl_explore.compat`] checks. Each seam
+        that differs has a line of its own.
     """
     ranges = _supported_ranges()
     facts = {

@@ -92,7 +92,8 @@ def build_parser() -> FlagParser:
 
 @dataclass
 class LazySampler:
-    """A sampler that loads the model only when the first completion is sampled."""
+    """A sampler that loads the model only when the first completion is sampled. If all completions are already in the
+    results, the model is not loaded."""
 
     args: argparse.Namespace
     source: ModelSource
@@ -100,6 +101,7 @@ class LazySampler:
 
     @cached_property
     def sampler(self) -> "PromptSampler":
+        """The sampler that the flags choose: a vLLM server, vLLM in this process, or transformers."""
         from trl_explore.evaluation.samplers import ServerSampler, TransformersSampler, VLLMSampler
 
         args, source = self.args, self.source
@@ -204,7 +206,7 @@ def _num_done(folder: Path) -> int:
 
 
 def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
-    """Return the sampling options: from the flags, and otherwise the options that the benchmark recommends."""
+    """Return the sampling options. Flags override the options that the benchmark recommends."""
     from trl_explore.evaluation.evaluate import default_metrics, parse_metrics
     from trl_explore.evaluation.samplers import Sampling
 
@@ -233,13 +235,14 @@ def _fingerprint(source: ModelSource, revision: str) -> str:
     for name, config in ((source.base, "config.json"), (source.adapter, "adapter_config.json")):
         if name is not None and Path(name).is_dir():
             parts += folder_probes(Path(name))
-        elif name is not None:  # the path of a cached file contains the commit
+        elif name is not None:
+            # The path of a cached file contains the commit, so the fingerprint changes when the model on the Hub does.
             parts.append(f"{name} {try_to_load_from_cache(name, config, revision=revision)}".encode())
     return digest(parts)
 
 
 def _earlier_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the results in the file of an earlier evaluation. Raise a UsageError if it had another model."""
+    """Return the results in the file of an earlier evaluation. Raise a UsageError if it evaluated another model."""
     if not path.is_file():
         return {}
     try:
@@ -306,8 +309,8 @@ def _report(results: dict[str, Any], answered: list[str]) -> None:
         results (`dict[str, Any]`):
             Results by the name of the data set.
         answered (`list[str]`):
-            Names of data sets whose reward functions read marked answers. Only for these, the table has the share of
-            completions without an answer.
+            Names of the data sets whose reward functions read marked answers. The table has the share of completions
+            without an answer only for these data sets.
     """
     from rich.console import Console
 

@@ -70,7 +70,7 @@ def build_parser() -> FlagParser:
 
 
 def run(argv: list[str]) -> int:
-    """Run `trl-explore tasks`."""
+    """Run `trl-explore tasks`, and return its exit status."""
     args = build_parser().parse(argv)
     if args.task is not None and args.task not in GROUPS:
         shown = describe(args.task, args.task_config)
@@ -103,8 +103,8 @@ def list_tasks(groups: tuple[str, ...]) -> tuple[list[Listed], dict[str, str]]:
             Groups, from [`GROUPS`].
 
     Returns:
-        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and by group, a sentence that
-            tells how to install the package that is missing.
+        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups. For each group whose package is
+            missing, a sentence that tells how to install the package.
     """
     listed: list[Listed] = []
     missing: dict[str, str] = {}
@@ -138,15 +138,15 @@ def _of_package(source: str) -> list[Listed]:
 
 
 def _question(name: str) -> str:
-    """Return the package's question of one problem. This takes two seconds for all data sets. Specs would take
-    minutes, because they generate many rows."""
+    """Return the question of one problem of a data set of reasoning-gym. This function does not create a spec, because
+    a spec generates many rows: for all data sets, that would take minutes instead of two seconds."""
     from reasoning_gym.factory import create_dataset
 
     return str(create_dataset(name, size=1, seed=0)[0]["question"])
 
 
 def _games(ids: list[str]) -> list[Listed]:
-    """Return one line per game. Variants of a game differ in size and difficulty."""
+    """Return one line per game, with the names of its variants. They differ in size and difficulty."""
     families: dict[str, list[str]] = {}
     for name in ids:
         game = VARIANT.split(name, maxsplit=1)[0]
@@ -195,8 +195,8 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
             Fields of the task, as JSON text.
 
     Returns:
-        `dict`: `name`; `agent`, True if the task has tools; the `prompt` of a held-out row as messages; the other
-            `columns` of that row with their values; the `fields` of `task_config` with their defaults; and the
+        `dict`: `name`; `agent`, True if the task has tools; the `prompt` of a held-out row; the other `columns` of
+            that row with their values; the `fields` of `task_config` with the values that the task uses; and the
             training `options` that suit the task.
 
     Raises:
@@ -206,8 +206,8 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
 
     fields = read_task_config(config)
     task = find_run_task(name, fields)
-    of_package = names_a_spec(name)
-    example = find_run_task(name, {**ONE_ROW, **fields}) if of_package else task
+    from_package = names_a_spec(name)
+    example = find_run_task(name, {**ONE_ROW, **fields}) if from_package else task
     try:
         row = dict(example.held_out_rows(1)[0])
     except ValueError as error:
@@ -220,7 +220,7 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
         "agent": task.is_agent,
         "prompt": prompt,
         "columns": row,
-        "fields": config_fields(task.task) if of_package else {},
+        "fields": config_fields(task.task) if from_package else {},
         "options": task.options,
     }
 
@@ -259,6 +259,7 @@ def config_fields(spec: Any) -> dict[str, Any]:
 
 
 def _data_set_fields(name: str) -> dict[str, Any]:
+    """Return the fields of a data set of reasoning-gym with their defaults."""
     from reasoning_gym.factory import DATASETS
 
     from trl_explore.environments.gym_worker import field_defaults
@@ -267,6 +268,7 @@ def _data_set_fields(name: str) -> dict[str, Any]:
 
 
 def _game_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of a game of TextArena with their defaults."""
     from trl_explore.environments.text_arena_registry import arguments_of
 
     return arguments_of(name)
@@ -287,12 +289,13 @@ def description_text(shown: dict[str, Any]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> list[str]:
+    """Return one line per name, with its value."""
     longest = max((len(name) for name in values), default=0)
     return [f"  {name:<{longest}}  {short(_shown(value), LONGEST_VALUE)}" for name, value in values.items()]
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the JSON text that `--task_config` accepts."""
+    """Return a value as JSON text, which `--task_config` accepts. If JSON cannot represent it, return its `repr`."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:

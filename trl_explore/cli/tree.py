@@ -18,7 +18,7 @@ from trl_explore.tree_view.files import read_trees
 from trl_explore.tree_view.text import LEGEND, depths, html_page, plain, short_text, text_tree
 from trl_explore.visible_text import visible_text
 
-# Fewest characters per line for the text and the numbers of a node, without the lines that draw the tree.
+# Smallest width of the text and the numbers of a node, in characters. The lines that draw the tree are not included.
 LINE_WIDTH = 60
 
 
@@ -89,9 +89,10 @@ def _no_tree(path: Path) -> UsageError:
 
 
 def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
-    """Return the tree `index` of a file with its number from the start. A negative index counts from the end."""
+    """Return a tree of a file, and its index counted from the start. A negative `index` counts from the end."""
     count = 0
-    last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))  # files of trees are too large to keep all trees
+    # The last trees read, as many as a negative index needs. Files of trees are too large to keep all trees in memory.
+    last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))
     for record in read_trees(path):
         if count == index:
             return index, record
@@ -149,8 +150,8 @@ def _print_tree(index: int, record: dict[str, Any]) -> None:
 
 
 def _print(drawing: RenderableType, *, indent: int = 0) -> None:
-    """Print a drawing. In a terminal, wrap lines at its width, but leave deep nodes at least `LINE_WIDTH` characters
-    after their `indent`. In a file or a pipe, do not wrap lines."""
+    """Print a drawing. In a terminal, lines wrap at the terminal's width, or at `indent + LINE_WIDTH` characters if
+    that is more, so that deep nodes have room for their text. In a file or a pipe, lines do not wrap."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.width = max(console.width, indent + LINE_WIDTH)
@@ -162,7 +163,7 @@ def _print(drawing: RenderableType, *, indent: int = 0) -> None:
 
 def _write_page(path: Path, record: dict[str, Any]) -> None:
     """Write a tree as a web page."""
-    if path.suffix not in (".html", ".htm"):  # so that a mistake cannot overwrite a file of trees or a model
+    if path.suffix not in (".html", ".htm"):  # a typing mistake must not overwrite a file of trees or a model
         raise UsageError(f"--html {str(path)!r}: name a file that ends in .html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Evaluation of an agent on held-out tasks. The trainer's own evaluation samples and rewards whole trajectories."""
+"""Evaluation of an agent on held-out tasks. It uses `trainer.evaluate`, which samples and rewards trajectories."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from trl_explore.evaluation.metrics import pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.rewards.success import is_success
-from trl_explore.rows.advantages import combine_rewards
+from trl_explore.rows.advantages import success_rewards
 from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.trainers.base import watch
 
@@ -22,15 +22,23 @@ def agent_evaluation_options(num_samples: int) -> dict[str, int]:
     return dict(per_device_eval_batch_size=num_samples * tasks_per_batch, num_generations_eval=num_samples)
 
 
-AGENT_EVALUATION = agent_evaluation_options(AGENT_SAMPLES)
+AGENT_EVALUATION = agent_evaluation_options(AGENT_SAMPLES)  # for benchmarks, which ask for no larger k
 
 
-def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[..., dict[str, Any]]:
+def agent_evaluation(
+    trainer: Any,
+    num_tasks: int,
+    k: Sequence[int] = (),
+    *,
+    success_threshold: float | None = None,
+    success_reward: str | None = None,
+) -> Callable[..., dict[str, Any]]:
     """
     Return a function that measures an agent's mean reward and pass@k on the trainer's `eval_dataset`.
 
-    A sample succeeds if its total reward is at least 1. The evaluation restores the random state and the trainer's
-    logging, so training continues as it would without the evaluation.
+    The mean reward is TRL's metric `eval_reward`: the mean over
+    the evaluation batches of each batch's mean. The evaluation restores the random state and the trainer's logging, so
+    training continues as it would without the evaluation.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -40,42 +48,52 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         k (`Sequence[int]`, *optional*, defaults to `()`):
             Values of k for pass@k, at most the trainer's `num_generations_eval`. If empty, the function returns only
             `eval/reward`.
+        success_threshold (`float`, *optional*):
+            Smallest reward of a success. None means 1.
+        success_reward (`str`, *optional*):
+            Name of the reward function that decides success. None means the weighted sum of all rewards.
 
     Returns:
         `Callable`: Function of a `seed` that returns a dictionary: `eval/reward`, `eval/pass_at_{k}` for each k, and
-        `correct`, the number of successful samples per task. The same `seed` gives the same samples.
+        `correct`, the number of successful samples per task. The same `seed` and weights give the same samples.
     """
 
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
-        totals: list[float] = []
+        deciding: list[float] = []  # the reward of each sample that decides whether it is a success
         should_log = trainer.control.should_log  # `evaluate` logs its metrics, and every log resets this flag
 
-        def add_totals(*arguments_and_rewards: Any) -> None:
-            totals.extend(combine_rewards(arguments_and_rewards[-1], trainer.reward_weights).tolist())
+        def add_rewards(*arguments_and_rewards: Any) -> None:
+            # The last value is the result of TRL's `_calculate_rewards`: a reward per sample and reward function.
+            rewards, names = arguments_and_rewards[-1], trainer.reward_func_names
+            deciding.extend(success_rewards(rewards, trainer.reward_weights, names, success_reward).tolist())
 
-        end = watch(trainer, "rewarded", add_totals)
+        end_watch = watch(trainer, "rewarded", add_rewards)
         try:
             with undisturbed(trainer.model, seed=seed):
                 metrics = trainer.evaluate()
         finally:
-            end()
+            end_watch()
         trainer.control.should_log = should_log
         found = {"eval/reward": metrics["eval_reward"]}
         if not k:
             return found
         correct, num_samples = [0] * num_tasks, trainer.num_generations_eval
-        # TRL shuffles the tasks with a fixed seed, so a new sampler gives each sample's task in the same order.
+        # `deciding` has the samples in the order in which TRL sampled them. TRL shuffles the tasks with a fixed seed,
+        # so a new data loader yields the task of each sample in the same order.
         order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)
-        for index, total in zip(order, totals, strict=True):
-            correct[index] += is_success(total, threshold=1.0)
-        for n in k:
-            found[f"eval/pass_at_{n}"] = fmean(pass_at_k(num_samples, successes, n) for successes in correct)
+        threshold = 1.0 if success_threshold is None else success_threshold
+        for index, reward in zip(order, deciding, strict=True):
+            correct[index] += is_success(reward, threshold=threshold)
+        for number in k:
+            found[f"eval/pass_at_{number}"] = fmean(pass_at_k(num_samples, successes, number) for successes in correct)
         return {**found, "correct": correct}
 
     return evaluate
 
 
-def agent_end_samples(trainer: Any, num_tasks: int, num_samples: int) -> Callable[[], dict[str, list[int]]]:
+def agent_end_samples(
+    trainer: Any, num_tasks: int, num_samples: int, **success: Any
+) -> Callable[[], dict[str, list[int]]]:
     """
     Return a function that counts the successful samples of each task out of `num_samples` samples.
 
@@ -86,16 +104,18 @@ def agent_end_samples(trainer: Any, num_tasks: int, num_samples: int) -> Callabl
             Number of rows of the trainer's `eval_dataset`.
         num_samples (`int`):
             Samples per task, a multiple of the trainer's `num_generations_eval`.
+        **success:
+            `success_threshold` and `success_reward`, as in [`agent_evaluation`].
 
     Returns:
         `Callable`: Function that returns `{"end_correct": counts}` with one count per task.
     """
-    evaluation = agent_evaluation(trainer, num_tasks, k=(1,))
+    evaluation = agent_evaluation(trainer, num_tasks, k=(1,), **success)  # without a k, it does not return `correct`
 
     def evaluate() -> dict[str, list[int]]:
         end_correct = [0] * num_tasks
         for part in range(num_samples // trainer.num_generations_eval):
-            correct = evaluation(EVALUATION_SEED + part)["correct"]
+            correct = evaluation(EVALUATION_SEED + part)["correct"]  # another seed, so that the samples differ
             end_correct = [before + more for before, more in zip(end_correct, correct, strict=True)]
         return {"end_correct": end_correct}
 

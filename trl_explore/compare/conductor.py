@@ -34,8 +34,8 @@ def run_comparison(
         command (`list[str]`):
             Command that continues the comparison, shown if it stops early.
         processes (`int`, *optional*):
-            Number of worker processes, which train a run each at the same time. By default all runs are trained in
-            this process, one after the other.
+            Number of worker processes. Each trains one run at a time. By default, this process trains all runs, one
+            after the other.
         check_arms (`bool`, *optional*, defaults to `False`):
             If `True`, construct every arm's trainer before the first run starts.
 
@@ -87,14 +87,14 @@ def check_trainers(folder: ComparisonFolder) -> None:
     """
     Construct the trainer of every arm with missing runs, to find errors in any arm before the first run starts.
 
-    This also sets the number of threads that suits the models.
+    For a tiny model on a CPU, this also limits PyTorch to one thread for the rest of the command.
 
     Raises:
         UsageError: If a trainer refuses its arm's configuration.
     """
     # The runs do not reuse these trainers. Together they could exceed the memory, and they cannot be sent to worker
-    # processes. Also, transformers seeds the random generators when it constructs a trainer. So a run is reproducible
-    # only if its trainer is constructed just before it.
+    # processes. Constructing a trainer also seeds the random generators. So a run is reproducible only if its trainer
+    # is constructed directly before the run.
     comparison = folder.comparison
     with tempfile.TemporaryDirectory() as temporary:
         start = None
@@ -116,11 +116,11 @@ def check_trainers(folder: ComparisonFolder) -> None:
 
 @contextmanager
 def _executor(folder: ComparisonFolder, processes: int | None) -> Iterator[Executor]:
-    """Yield the executor of the missing runs: `processes` worker processes, or this process if it is None."""
+    """Yield the executor of the missing runs. It uses this process if `processes` is None, else worker processes."""
     if processes is None:
         yield SequentialExecutor(folder)
         return
-    lines = ArmLines(folder, Console())
+    lines = ArmLines(folder, Console())  # the progress, with a line per arm
     with Workers(min(processes, len(folder.missing()))) as workers, lines.progress:
         yield WorkerExecutor(folder, workers, lines)
 

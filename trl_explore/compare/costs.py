@@ -8,11 +8,11 @@ from typing import Any
 from scipy.special import stdtrit
 
 Points = Sequence[Mapping[str, float]]
-FEWEST_SEEDS = 3  # for an interval: with two seeds it is ± 12.7 standard errors, too wide to be of use
+FEWEST_SEEDS = 3  # needed for an interval: with two seeds it is ± 12.7 standard errors, too wide to be useful
 
 
 def t_95(count: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t for `count` values, rounded to four digits as in tables."""
+    """Return the two-sided 95 % quantile of Student's t for `count` values, to four significant digits."""
     return float(f"{stdtrit(count - 1, 0.975):.4g}")
 
 
@@ -35,6 +35,7 @@ def value_at(points: Points, cost: str, reading: float, metric: str) -> float | 
     """
     for before, after in zip(points, points[1:], strict=False):
         if before[cost] <= reading <= after[cost]:
+            # Two points have equal costs if the model trained on no token between them. Avoid a division by zero.
             share = (reading - before[cost]) / max(after[cost] - before[cost], 1e-9)
             return before[metric] + share * (after[metric] - before[metric])
     return None
@@ -42,7 +43,9 @@ def value_at(points: Points, cost: str, reading: float, metric: str) -> float | 
 
 def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
     """
-    Return the mean height of a learning curve, that is its area up to a cost divided by that cost.
+    Return the mean height of a learning curve up to a cost.
+
+    The mean is the area under the curve, divided by the difference between that cost and the first point's cost.
 
     If two curves end at the same value, the curve that rose earlier has the larger mean.
 
@@ -71,21 +74,22 @@ def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
 
 def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence[str]) -> dict[str, list[int]]:
     """
-    Find runs whose model differed from the first arm's model before training.
+    Find runs whose first evaluation differed from the first arm's.
 
-    The difference between such an arm and the first arm comes from the models too, not only from training.
+    If the models differed before training, the results of the two arms differ for that reason too, not only because of
+    the training.
 
     Args:
         runs (`Sequence[Mapping]`):
-            Runs with `arm`, `seed` and `points`. The first point was measured before training.
+            Runs with `arm`, `seed` and `points`. The first point of a run was measured before training.
         base (`str`):
             Name of the first arm.
         metrics (`Sequence[str]`):
             Metrics to compare at the first points.
 
     Returns:
-        `dict[str, list[int]]`: By arm, the seeds at which its first point differs from the first arm's. Arms without
-        such a seed are left out.
+        `dict[str, list[int]]`: By arm, the seeds whose first point differs from the first arm's first point. Arms
+        without differences are left out.
     """
     starts = {}
     for run in runs:
@@ -99,7 +103,7 @@ def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence
 
 
 def interval(values: Sequence[float], *, fewest: int = FEWEST_SEEDS) -> tuple[float, float | None]:
-    """Return the mean over seeds, and half the length of its 95 % t-interval: None for fewer than `fewest` seeds."""
+    """Return the mean over seeds, and half the length of its 95 % t-interval (None for fewer than `fewest` seeds)."""
     mean = statistics.mean(values)
     if len(values) < fewest:
         return mean, None
@@ -107,8 +111,8 @@ def interval(values: Sequence[float], *, fewest: int = FEWEST_SEEDS) -> tuple[fl
 
 
 def mean_with_interval(values: Sequence[float]) -> str:
-    """Return mean and 95 % t-interval of shares in percent, such as `" 48.4 ±  5.8"`; fewer than three values have
-    no interval."""
+    """Return mean and 95 % t-interval of shares in percent, such as `" 48.4 ±  5.8"`. With fewer than three values,
+    return only the mean."""
     mean, half = interval(values)
     if half is None:
         return f"{100 * mean:5.1f}"
@@ -119,7 +123,9 @@ def mean_curve(
     curves: Sequence[Points], cost: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
     """
-    Average the curves of several seeds at every cost at which one curve was measured and all curves have a value.
+    Average the curves of several seeds.
+
+    The average has a point at every cost at which at least one curve was measured, if all curves reach that cost.
 
     Args:
         curves (`Sequence[Points]`):
@@ -129,8 +135,8 @@ def mean_curve(
         metric (`str`):
             Name of the metric.
         t_interval (`bool`, *optional*, defaults to `False`):
-            If `True`, return the ends of the mean's 95 % interval instead of the lowest and highest value. With
-            fewer than three curves there is no interval, so this has no effect.
+            If `True`, return the ends of the mean's 95 % interval instead of the lowest and highest value. This has
+            no effect with fewer than three curves, because there is no interval.
 
     Returns:
         `list[tuple[float, float, float, float]]`: Cost, mean, lower end and upper end.
@@ -196,7 +202,8 @@ def comparison_table(runs: Sequence[Mapping[str, Any]], cost: str, metrics: Mapp
         cells = []
         for label, metric in metrics.items():
             pairs = paired_values(runs, name, names[0], cost=cost, reading=reading, metric=metric)
-            values, differences = [ours for ours, _ in pairs], [ours - base for ours, base in pairs]
+            values = [ours for ours, _ in pairs]
+            differences = [ours - theirs for ours, theirs in pairs]
             each = "/".join(f"{100 * value:.0f}" for value in values)
             against = ""
             if name != names[0]:

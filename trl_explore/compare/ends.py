@@ -10,13 +10,13 @@ from scipy.stats import binomtest
 from trl_explore.compare.costs import interval
 from trl_explore.evaluation.metrics import pass_at_k
 
-LEVEL = 0.05
+LEVEL = 0.05  # level of significance
 
 
 @dataclass(frozen=True)
 class Ends:
     """
-    Results of one arm at the end of training, or of all arms before it, as means over seeds.
+    Results of one arm at the end of training, or of the common model before training, as means over seeds.
 
     Args:
         arm (`str`):
@@ -45,9 +45,9 @@ def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
     """
     Count the problems that training newly solved, and the problems that it newly lost.
 
-    A problem is newly solved if it had no success before training and at least 5 after it. It is newly lost if it is
-    the other way round. A binomial test of 5 successes against none is significant at 5 %: a fair coin shows heads
-    five times in a row in 1 of 32 cases.
+    A problem is newly solved if it had no success before training and at least 5 after it. It is newly lost if it had
+    at least 5 successes before training and none after it. With 5 successes against none, a binomial test is
+    significant at 5 %: a fair coin shows heads five times in a row in 1 of 32 cases.
 
     Args:
         before (`Sequence[int]`):
@@ -60,8 +60,10 @@ def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
     """
     solved = lost = 0
     for was, now in zip(before, after, strict=True):
-        solved += was == 0 and appeared(now)
-        lost += now == 0 and appeared(was)
+        if was == 0 and appeared(now):
+            solved += 1
+        if now == 0 and appeared(was):
+            lost += 1
     return solved, lost
 
 
@@ -76,9 +78,9 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
 
     Args:
         runs (`Sequence[Mapping]`):
-            Runs; every arm has the same seeds. The last point of each run has `end_correct`, the successes per
-            problem. All arms of a seed start from the same model, so only one arm has `end_correct` at its first
-            point.
+            Runs; every arm has the same seeds. The last point of each run has `end_correct`, the number of successes
+            per problem. All arms of a seed start from the same model, so only one of them needs `end_correct` at its
+            first point.
         arms (`Sequence[str]`):
             Names of the arms.
         num_samples (`int`):
@@ -91,7 +93,8 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
     seeds = sorted({run["seed"] for run in runs})
     starts = []
     for seed in seeds:
-        # The arm with `end_correct` was listed first when this seed was trained. The order may have changed since.
+        # The arm that was first in the list when this seed was trained has `end_correct`. The user may have changed
+        # the order of the arms since.
         first_points = [by_run[arm, seed][0] for arm in arms]
         starts.append(next(point["end_correct"] for point in first_points if "end_correct" in point))
 

@@ -1,4 +1,4 @@
-"""Execution of the runs of a comparison in this process. [`~trl_explore.compare.workers`] has the worker processes."""
+"""Execution of the runs of a comparison in this process. [`~trl_explore.compare.workers`] uses worker processes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ UNITS = {"tokens": "tok", "seconds": "s", "steps": "step"}  # short names of the
 
 @dataclass(frozen=True)
 class DueRun:
-    """A run of a comparison that is not finished."""
+    """A run of a comparison that is still to be trained or continued."""
 
     arm: Arm
     seed: int
@@ -49,7 +49,7 @@ def complete_run(
         bar (`tqdm`):
             Progress bar that shows how much of the budget is spent.
         interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`], *optional*):
-            Decides when to save and stop early. By default on Ctrl-C.
+            Decides when to save and stop early. By default, Ctrl-C does.
 
     Raises:
         Interrupted: If `interrupt` stopped the run. The checkpoint has been saved.
@@ -85,10 +85,11 @@ class SequentialExecutor:
         num_done = num_runs - len(runs)
         total, initial = int(num_runs * amount), int(num_done * amount)
         unit = UNITS[self.comparison.unit]
-        # With smoothing=0, tqdm estimates the remaining time from the mean speed; the arms differ in speed.
+        # The arms differ in speed, so estimate the remaining time from the mean speed (smoothing=0).
         with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
             for number, run in enumerate(runs, start=num_done + 1):
                 bar.set_description(f"{number}/{num_runs} {run.arm.name}, seed {run.seed}")
                 complete_run(self.folder, run, bar=bar)
+                # A run that ends at `max_steps` spends less than its budget. Begin the next run at its own position.
                 bar.update(int(number * amount) - bar.n)
                 yield run

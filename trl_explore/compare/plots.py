@@ -18,11 +18,12 @@ LABELS = {
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
-MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # for arms that get no style of `METHODS`
+MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # for arms if the styles of `METHODS` are used up
 
 
 def metric_label(metric: str) -> tuple[str, int]:
-    """Return the label and the scale of a metric such as `eval/pass_at_8`: 1 for rewards, 100 for shares."""
+    """Return the label of a metric such as `eval/pass_at_8`, and the factor of its shown values: 1 for rewards, 100
+    for shares."""
     label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
     if metric.endswith("reward"):
         return label, 1
@@ -33,8 +34,8 @@ def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
     """
     Return colour and marker of each arm, by name.
 
-    The arm whose name is a method's title gets that method's style. If there is none, the first arm whose name begins
-    with the title gets it. The other arms get the unused styles, but never the style of GRPO.
+    The style of a method goes to the arm whose name is the method's title. If there is no such arm, it goes to the
+    first arm whose name begins with the title. The other arms get the unused styles, but never the style of GRPO.
     """
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
@@ -55,15 +56,16 @@ def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: str) -> None:
+    """Draw the mean curve and the band of every arm, for one metric and one cost."""
     scale = metric_label(metric)[1]
     curves: dict[str, list[list[dict[str, Any]]]] = {}
     for run in runs:
         measured = [point for point in run["points"] if metric in point]
         curves.setdefault(run["arm"], []).append(measured)
     for arm, (colour, marker) in arm_styles(curves).items():
-        seeds = curves[arm]
+        curves_of_seeds = curves[arm]
         readings, mean, low, high = [], [], [], []
-        averages = mean_curve(seeds, cost, metric, t_interval=len(seeds) >= FEWEST_SEEDS)
+        averages = mean_curve(curves_of_seeds, cost, metric, t_interval=len(curves_of_seeds) >= FEWEST_SEEDS)
         for reading, middle, lowest, highest in averages:
             if scale == 100:  # a share cannot leave 0 to 1, but its t-interval can
                 lowest, highest = max(lowest, 0), min(highest, 1)
@@ -71,10 +73,10 @@ def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: s
             mean.append(scale * middle)
             low.append(scale * lowest)
             high.append(scale * highest)
-        every = max(1, len(mean) // 10)
+        every = max(1, len(mean) // 10)  # about ten markers per line
         style = dict(color=colour, marker=marker, markersize=4, markevery=every)
         panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
-        if len(seeds) > 1:
+        if len(curves_of_seeds) > 1:
             panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
     panel.grid(alpha=0.3)
 
@@ -89,9 +91,10 @@ def learning_curves(
     suffixes: Sequence[str] = (),
 ) -> Path:
     """
-    Draw a panel per cost and metric, with a line per arm: the mean over its seeds.
+    Draw a panel per cost and metric. Each panel has a line per arm, the mean over the arm's seeds.
 
-    A band shows the mean's 95 % t-interval. With two seeds it reaches from the lower to the higher value.
+    A band shows the mean's 95 % t-interval. With two seeds, it reaches from the lower to the higher value. With one
+    seed, there is no band.
 
     Args:
         runs (`Sequence[dict[str, Any]]`):
@@ -131,9 +134,9 @@ def learning_curves(
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
     figure.align_ylabels()
-    seeds = len({run["seed"] for run in runs})
-    kind = "95 % interval" if seeds >= FEWEST_SEEDS else "lowest to highest"
-    band = f"mean of {seeds} seeds, band: {kind}" if seeds > 1 else "one seed"
+    num_seeds = len({run["seed"] for run in runs})
+    kind = "95 % interval" if num_seeds >= FEWEST_SEEDS else "lowest to highest"
+    band = f"mean of {num_seeds} seeds, band: {kind}" if num_seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
     files = [Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)]
     for file in files:

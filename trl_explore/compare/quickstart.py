@@ -14,9 +14,10 @@ from trl_explore.runs.workers import count_cores
 if TYPE_CHECKING:
     from trl_explore.compare.settings import Comparison
 
-# The regime deep_ends of examples/benchmarks with half its budget. On the regime's development seeds (100 to 103), all
-# three arms had the highest curves over 60,000 tokens with a learning rate of 2e-3. The regime picked the other
-# settings on the same seeds. A test checks that the regime's grid contains these settings.
+# The benchmark deep_ends of examples/benchmarks, with half its budget. The settings were tuned on the benchmark's
+# development seeds, 100 to 103. On these seeds, a learning rate of 2e-3 gave all three arms their highest curves over
+# 60,000 tokens. The other settings are those of the benchmark. A test checks that the benchmark's grid contains all of
+# them.
 COMPARISON = {
     "task": "deep_doors",
     "budget": {"tokens": 6e4},
@@ -56,7 +57,7 @@ FAST_NOTE = "With --fast the budget is too small to learn much: this was a check
 
 
 def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
-    """Return the comparison as the document that `trl-explore compare` reads."""
+    """Return the comparison in the form of a YAML file of `trl-explore compare`."""
     found, count = dict(COMPARISON), NUM_SEEDS
     if fast:
         found, count = {**COMPARISON, **FAST}, NUM_SEEDS_FAST
@@ -66,7 +67,8 @@ def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
 
 
 def difference_text(mean: float, half: float | None) -> str:
-    """Return a difference of shares in percentage points, its interval and the conclusion: `"+10.8 ± 9.1 (ahead)"`."""
+    """Return a difference of shares as text in percentage points, with its interval and the conclusion, such as
+    `"+10.8 ± 9.1 (ahead)"`."""
     from trl_explore.compare.costs import FEWEST_SEEDS
 
     if half is None:
@@ -82,10 +84,10 @@ def difference_text(mean: float, half: float | None) -> str:
 
 def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
     """
-    Return a sentence per arm after the first: its difference to the first arm in the comparison's first metric.
+    Return a sentence per arm after the first, with its difference to the first arm in the comparison's first metric.
 
-    The main result is the difference of the means along the curves, as in the benchmark's regimes. The metric must be
-    a share.
+    The main result is the difference between the means along the curves, as in the benchmarks. The metric must be a
+    share.
     """
     from trl_explore.compare.costs import interval, mean_along, paired_values
     from trl_explore.compare.plots import metric_label
@@ -99,7 +101,7 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
     for row in others:
         mean_gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
         end = row.cells[0].difference
-        assert end is not None
+        assert end is not None  # only the first arm has no difference
         # CPU seconds, because other work on the machine makes wall seconds longer.
         spent = paired_values(runs, row.arm, base.arm, cost=comparison.cost, reading=reading, metric="cpu_seconds")
         ours, theirs = sum(pair[0] for pair in spent), sum(pair[1] for pair in spent)

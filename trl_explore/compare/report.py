@@ -24,6 +24,7 @@ from trl_explore.rewards.threshold import threshold_note
 SUCCESSES = ("pass_at_", "greedy_accuracy")  # metrics that count samples whose reward reaches the threshold
 CURVES, TABLE = "curves", "table.md"
 ROW_COSTS = ("tokens", "seconds", "cpu_seconds", "step")  # in the order of the fields of `Row`
+# Columns of the CSV file, and of the table of means along the curves.
 COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 
 
@@ -35,7 +36,7 @@ class Cell:
     Args:
         value (`tuple[float, float | None]`):
             Mean over seeds, and half the length of its 95 % interval (None with fewer than three seeds).
-        difference (`tuple[float, float | None]`, *optional*):
+        difference (`tuple[float, float | None]` or `None`):
             Mean difference to the first arm, paired by seed, and half the length of its interval. None for the first
             arm.
         scale (`int`):
@@ -47,7 +48,7 @@ class Cell:
     scale: int
 
     def texts(self) -> list[str]:
-        """Return the value, and the difference if there is one."""
+        """Return the value as text, and the difference if there is one."""
         shown = [self._text(self.value, "")]
         if self.difference is not None:
             shown.append(self._text(self.difference, "+"))
@@ -97,7 +98,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
             if arm.name != base:
                 difference = interval([ours - theirs for ours, theirs in pairs])
             cells.append(Cell(interval([ours for ours, _ in pairs]), difference, metric_label(metric)[1]))
-        mean_costs = []
+        mean_costs = []  # what the arm had spent of each cost at `reading`
         for row_cost in ROW_COSTS:
             pairs = paired_values(runs, arm.name, base, cost=cost, reading=reading, metric=row_cost)
             mean_costs.append(interval([ours for ours, _ in pairs])[0])
@@ -137,8 +138,8 @@ def notes(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str
 
 
 def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
-    """Return notes on success thresholds that no completion, or every completion, reached in training or
-    evaluation."""
+    """Return notes on success thresholds that separate no completions: in training, no completion or every completion
+    reached the threshold, or in evaluation, no sample did."""
     found = []
     for arm in comparison.arms:
         steps = []
@@ -163,7 +164,7 @@ def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> li
 
 
 def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
-    """Return a note on the arms whose first evaluation differed from the first arm's."""
+    """Return a list with a note on the arms whose first evaluation differed from the first arm's, or an empty list."""
     base = comparison.arms[0].name
     others = other_starts(runs, base, _eval_metrics(comparison))
     if not others:
@@ -201,6 +202,7 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a Markdown table. Escape characters of an arm's name that would change the table."""
     rows = []
     for line in lines:
         cells = " | ".join(text.replace("|", "\\|").replace("<", "&lt;") for text in line)
@@ -215,7 +217,7 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
     readings = {}
     for cost in COSTS:
         reading = common_reading(runs, cost)
-        # A run trains no token if all groups have equal rewards. The mean up to 0 trained tokens does not exist.
+        # If the rewards of each group are equal, a run trains on no token. There is no mean up to 0 trained tokens.
         if reading > 0:
             readings[cost] = reading
     curves = {(run["arm"], run["seed"]): run["points"] for run in runs}
@@ -242,6 +244,7 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
 
 
 def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
+    """Return the Markdown table of the results from `samples_at_ends` samples, or "" if none were taken."""
     if comparison.samples_at_ends is None:
         return ""
     names = [arm.name for arm in comparison.arms]
@@ -270,7 +273,7 @@ def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Fit
 
 
 def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: Path) -> None:
-    """Write every evaluation of every run as CSV, one per line."""
+    """Write a CSV file with a line per evaluation of each run."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
@@ -290,9 +293,9 @@ def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder:
         runs (`Sequence[dict[str, Any]]`):
             Finished runs; every arm has the same seeds.
         comparison ([`~trl_explore.compare.settings.Comparison`]):
-            Their comparison.
+            Comparison of the runs.
         folder (`Path`):
-            Folder of the files.
+            Folder to write the files to.
 
     Returns:
         `list[Path]`: The files.

@@ -1,7 +1,7 @@
-"""One run of a comparison: its trainer, its cost and its learning curve. Checkpoints also store cost and curve.
+"""One run of a comparison: its trainer, its cost and its learning curve. Checkpoints contain the cost and the curve.
 
 Costs are the generated tokens, trained tokens, CPU seconds of the process, wall seconds and optimizer steps of
-training. Evaluation counts towards none of them.
+training. Evaluations do not count.
 """
 
 import itertools
@@ -41,14 +41,14 @@ from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 HELD_OUT_SEED = 0
 TINY_MODEL_BATCH = 512  # completions at a time in evaluations of a tiny model
 RECORD = "comparison.json"
-TRAINING = ("entropy", "frac_reward_zero_std")  # training metrics; a point has their means since the previous point
+TRAINING = ("entropy", "frac_reward_zero_std")  # training metrics, of which a point has means since the last point
 
 Evaluate = Callable[["Moment"], Mapping[str, Any]]
 Moment = Literal["start", "middle", "end"]  # moment of a run at which the model is evaluated
 
 
 class Interrupted(Exception):
-    """Raised when Ctrl-C ended a run; its checkpoint has been saved."""
+    """Raised when Ctrl-C stopped a run before its end. The run's checkpoint has been saved."""
 
 
 # --------------------------------------------------------------------------------------------------- costs and curves
@@ -61,7 +61,7 @@ class Run:
     arm: str
     seed: int
     points: list[dict[str, Any]]  # per evaluation: its metrics and the cost so far
-    steps: list[dict[str, float]]  # per training step: TRL's logs and the cost so far
+    steps: list[dict[str, float]]  # per generation batch: TRL's logs and the cost so far
     interrupted: bool = False  # Ctrl-C ended the training
 
     def save(self, path: Path) -> None:
@@ -76,7 +76,8 @@ class Run:
 
 
 def of_step(logs: Mapping[str, Any] | None) -> bool:
-    """Return whether a log is of a training step, not of an evaluation or of the end of training."""
+    """Return whether a log belongs to a training step that generated completions. Logs of other training steps, of
+    evaluations and of the end of training do not."""
     return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
 
 
@@ -84,8 +85,8 @@ class CostCallback(TrainerCallback):
     """
     Count the cost of training steps, and stop training when the budget is spent.
 
-    The callback reads TRL's logs of every step, so `logging_steps` must be 1. Call `count_sampled` with the trainer
-    before training.
+    The callback reads TRL's logs of every step, so `logging_steps` must be 1. It checks the budget only after steps
+    that generate completions. Call `count_sampled` with the trainer before training.
 
     Args:
         budget ([`~trl_explore.compare.settings.Budget`]):
@@ -96,7 +97,7 @@ class CostCallback(TrainerCallback):
         self.budget = budget
         self.cost = Cost()
         self.history: list[dict[str, float]] = []
-        self._started = (0.0, 0.0)
+        self._started = (0.0, 0.0)  # CPU time and wall time at the beginning of the step
         self._tokens: TokenCount | None = None
         self._known_tokens = 0  # value of the trainer's count when its tokens were last added to `cost`
 
@@ -115,7 +116,8 @@ class CostCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self._tokens is None:
             raise RuntimeError("A CostCallback counts no tokens before `count_sampled(trainer)`: call it first.")
-        self._known_tokens = self._tokens.total  # earlier tokens of a resumed run are in the cost of its checkpoint
+        # The tokens of a resumed run before its checkpoint are already in the cost, so do not add them again.
+        self._known_tokens = self._tokens.total
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._started = (time.process_time(), time.perf_counter())
@@ -165,7 +167,8 @@ class Curve(TrainerCallback):
         self.points.append({**asdict(self.costs.cost), **metrics})
 
     def finished(self, state: TrainerState) -> bool:
-        """Return whether the run is complete, so that its newest checkpoint need not be resumed."""
+        """Return whether the run is complete. `restore` removes the checkpoint of a complete run, because resuming it
+        would train beyond the budget."""
         return False
 
     def write(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -178,7 +181,10 @@ class Curve(TrainerCallback):
 
     def restore(self, folder: str | Path) -> str | None:
         """
-        Restore cost and curve from the newest checkpoint that can be resumed, and remove newer checkpoints.
+        Restore cost and curve from the newest checkpoint that can be resumed.
+
+        This removes newer checkpoints that are complete but have no record, or whose record says that the run was
+        finished.
 
         Returns:
             `str` or `None`: Folder of the checkpoint. None if there is no such checkpoint.
@@ -192,7 +198,8 @@ class Curve(TrainerCallback):
             if found and not found.get("finished"):
                 self.costs.cost = Cost(**found["cost"])
                 self.costs.history, self.points = found["steps"], found["points"]
-                if self.bar is not None:  # with `initial`, tqdm computes its rate from the steps of this process alone
+                if self.bar is not None:
+                    # tqdm leaves out `initial` when it computes its rate, so the rate is that of this process.
                     self.bar.initial += self._position() - self.bar.n
                     self.bar.n = self.bar.last_print_n = self._position()
                 return checkpoint
@@ -200,7 +207,7 @@ class Curve(TrainerCallback):
         return None
 
     def _position(self) -> int:
-        """Return the value of the progress bar at the cost so far."""
+        """Return the position of the progress bar that corresponds to the cost so far."""
         return self.bar_start + int(min(getattr(self.costs.cost, self.unit), self.amount))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -211,7 +218,7 @@ class Curve(TrainerCallback):
 
 class Milestones(Curve):
     """
-    Learning curve of a comparison's run: evaluates and saves at even shares of the budget.
+    Learning curve of a comparison's run. The callback evaluates and saves at even shares of the budget.
 
     Args:
         comparison ([`~trl_explore.compare.settings.Comparison`]):
@@ -238,14 +245,14 @@ class Milestones(Curve):
 
     @property
     def due(self) -> bool:
-        """Return whether the next evaluation is due."""
+        """True if the next evaluation is due."""
         return not self.points or self._num_due(asdict(self.costs.cost)) > self._num_due(self.points[-1])
 
     def finished(self, state: TrainerState) -> bool:
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
     def measure(self, state: TrainerState) -> None:
-        """Evaluate the model and add a point. It also has the means of training metrics since the previous point."""
+        """Evaluate the model and add a point, which also has the means of training metrics since the last point."""
         moment: Moment = "start"
         since = 0
         if self.points:
@@ -269,12 +276,13 @@ class Milestones(Curve):
             control.should_save = control.should_save or self.due or self.finished(state)
 
     def on_save(self, args, state, control, **kwargs):
-        self.write(args, state)  # before the evaluation, so that a run that is killed there can be resumed
+        self.write(args, state)  # now already, so that a run that is killed during the evaluation can be resumed
         if self.due and not self.interrupt.interrupted:
             self.measure(state)
             self.write(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
+        # A run that ends at `max_steps`, or is interrupted at its last step, has not been evaluated at its end yet.
         if self.finished(state) and self.points[-1]["step"] < self.costs.cost.step:
             self.measure(state)
 
@@ -297,7 +305,7 @@ def task_trainer(
 
     Args:
         arm ([`~trl_explore.compare.settings.Arm`]):
-            The arm; its method decides the trainer's class.
+            The arm, whose method determines the trainer's class.
         task ([`~trl_explore.tasks.TeachableTask`]):
             The task.
         start (`str` or `Path`):
@@ -325,8 +333,8 @@ def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any
     """
     Return training rows and held-out rows of a user's data set.
 
-    The held-out rows come from the split `dataset_test_split`. If the comparison does not name this split, they are
-    removed from the training split.
+    The held-out rows are the first `num_eval` rows of the split `dataset_test_split`, or all its rows if there are
+    fewer. If the comparison does not name this split, random rows are removed from the training split.
 
     Raises:
         UsageError: If the training split is streamed or has too few rows.
@@ -369,7 +377,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
     config, task = arguments[1], comparison.task
     is_agent = task is not None and task.is_agent
-    options: dict[str, Any] = {}  # of `PassAtKCallback`
+    options: dict[str, Any] = {}  # arguments of `PassAtKCallback`
     if is_agent:
         for name, value in agent_evaluation_options(comparison.num_samples).items():
             setattr(config, name, value)
@@ -385,22 +393,26 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
             given = {**trainer_arguments(arguments, start=start), "eval_dataset": rows if is_agent else None}
             trainer = find_method(arm.method).trainer_class(**given)
     usual: Callable[[], dict[str, Any]]
+    success: dict[str, Any] = {
+        "success_threshold": comparison.success_threshold,
+        "success_reward": comparison.success_reward,
+    }
     if is_agent:
-        usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))
+        usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"), **success)
     else:
         usual = sampled_metrics(comparison, trainer, rows, **options)
     if comparison.samples_at_ends is None:
         return trainer, lambda moment: usual()
     if is_agent:
-        take_many = agent_end_samples(trainer, len(rows), comparison.samples_at_ends)
+        take_many = agent_end_samples(trainer, len(rows), comparison.samples_at_ends, **success)
     else:
         take_many = end_samples(comparison, trainer, rows, **options)
     # All runs of a seed start from the same model, so only the first arm takes many samples at the start.
-    ends = ("start", "end") if arm == comparison.arms[0] else ("end",)
+    moments = ("start", "end") if arm == comparison.arms[0] else ("end",)
 
     def evaluate(moment: Moment) -> dict[str, Any]:
         metrics = usual()
-        if moment in ends:
+        if moment in moments:
             metrics |= take_many()
         return metrics
 
@@ -426,7 +438,7 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
         trainer,
         rows,
         num_samples=comparison.num_samples,
-        k=k or (1,),
+        k=k or (1,),  # the callback needs at least one k
         maj_k=maj_k,
         coverage_k=coverage_k,
         greedy="greedy_accuracy" in comparison.metrics,
@@ -444,11 +456,12 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
 
 
 def end_samples(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, list[int]]]:
-    """Return a function that counts the successes per problem out of the comparison's `samples_at_ends` samples."""
+    """Return a function that counts the successes per problem out of `samples_at_ends` samples, which must not be
+    None."""
     evaluation = PassAtKCallback(
         trainer,
         rows,
-        num_samples=comparison.samples_at_ends or 1,
+        num_samples=comparison.samples_at_ends or 1,  # `or 1` only for the type checker
         k=(1,),
         greedy=False,
         success_threshold=comparison.success_threshold,
@@ -494,7 +507,7 @@ def train_run(
         bar (`tqdm`):
             Progress bar that shows how much of the budget is spent, or None.
         interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`], *optional*):
-            Decides when to save and stop early. By default on Ctrl-C.
+            Decides when to save and stop early. By default, Ctrl-C does.
 
     Raises:
         Interrupted: If `interrupt` stopped the run. The checkpoint has been saved.
@@ -505,7 +518,8 @@ def train_run(
     costs.count_sampled(trainer)
     costs.count_trained(trainer)
     if isinstance(trainer, ExplorationTrainer):
-        # The budget ends a run long before `max_steps`, so schedules must follow the budget, not the steps.
+        # The budget ends a run long before `max_steps`. So fields that change over training (`explore_share_end`) must
+        # follow the budget, not the steps.
         trainer.end_by_budget(lambda: comparison.budget.share_spent(costs.cost))
     for callback in (costs, interrupt, milestones):
         trainer.add_callback(callback)

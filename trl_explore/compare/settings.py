@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from transformers.trainer_utils import SchedulerType
 from trl import DatasetMixtureConfig, ModelConfig
 
 from trl_explore.errors import UsageError
@@ -21,6 +22,7 @@ from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
 COST_OF_UNIT = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # unit of a budget: field of `Cost`
+# The metrics. Where a name ends in a number, any other k is possible too (see `COUNTED`).
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
 # Configuration fields that the comparison sets itself, with the reason that its error messages give. They may not be
@@ -33,9 +35,9 @@ OWNED = {
     "eval_strategy": "it is `evaluations`",
     "push_to_hub": "publish the arm that you choose",
 }
-# Configuration fields of every arm unless `common` sets them. The budget ends a run, so `max_steps` is high and the
-# learning rate constant. A run resumes from its last checkpoint. It keeps two, because the process may be killed while
-# it writes the last one.
+# Configuration fields of every arm unless `common` sets them. The budget ends a run, so `max_steps` is high. The
+# learning rate is constant, because a schedule over `max_steps` steps would hardly begin. A run resumes from its last
+# checkpoint. It keeps two, because the process may be killed while it writes the last one.
 DEFAULTS = {
     "max_steps": 100_000,
     "lr_scheduler_type": "constant",
@@ -52,7 +54,7 @@ class Cost:
     step: int = 0  # optimizer steps
     tokens: float = 0.0  # generated
     trained_tokens: float = 0.0  # in the loss
-    cpu_seconds: float = 0.0  # of the process in training steps
+    cpu_seconds: float = 0.0  # CPU seconds of this process in training steps
     seconds: float = 0.0  # wall seconds of training steps
 
 
@@ -67,7 +69,7 @@ class Arm:
 
 @dataclass
 class Budget:
-    """Limits of the training cost. Training stops when it reaches one of them."""
+    """Limits of the training cost. Training stops when the cost reaches one of the limits."""
 
     tokens: float = float("inf")  # generated tokens, including extra streams
     cpu_seconds: float = float("inf")  # of training steps
@@ -95,9 +97,10 @@ class Comparison:
 
     Args:
         subject (`dict[str, Any]`):
-            Fields of `trl-explore train` that name a model and data, a model and a `task`, or an embedded `task`.
+            Fields of `trl-explore train` that name the model and the data. They name a model and data, a model and a
+            `task`, or only an embedded `task`, which has its own model.
         unit (`str`):
-            Unit of the budget, which is equal for all arms: `"tokens"`, `"seconds"` or `"steps"`.
+            Unit of the budget: `"tokens"`, `"seconds"` or `"steps"`. All arms have the same budget.
         amount (`float`):
             Budget of each run in that unit.
         seeds (`tuple[int, ...]`):
@@ -109,19 +112,19 @@ class Comparison:
         metrics (`tuple[str, ...]`):
             Metrics in the table and the picture, such as `"pass_at_8"`.
         evaluations (`int`):
-            Evaluations per run after the one before training, at even shares of the budget.
+            Evaluations per run at even shares of the budget, in addition to the evaluation before training.
         num_eval (`int`):
             Number of held-out problems.
         success_threshold (`float`, *optional*):
-            Smallest total reward of a success in the evaluation.
+            Smallest total reward of a success in the evaluation. For agents it is not used: they need a reward of 1.
         success_reward (`str`, *optional*):
-            Reward function that decides success in the evaluation instead of the total reward.
+            Reward function that decides success in the evaluation instead of the total reward. Not used for agents.
         warm_start_steps (`int`, *optional*):
             Supervised training steps that teach the task to the model. None for no warm start.
         samples_at_ends (`int`, *optional*):
             Samples per held-out problem before and after training, for pass@k at large k. If None, they are not taken.
         model_size (`dict[str, Any]`):
-            `hidden_size` and `num_layers` of an embedded task's model, if they differ from the tiny model's.
+            `hidden_size` and `num_layers` of an embedded task's model. A missing field has the tiny model's value.
     """
 
     subject: dict[str, Any]
@@ -212,7 +215,7 @@ class Comparison:
 
 
 def arm_folder(name: str) -> str:
-    """Return an arm's name as part of a folder's name: in lower-case letters, digits and single hyphens."""
+    """Return an arm's name in the form that folder names have: lower-case letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -266,12 +269,14 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
 
 
 def _unknown_top_level(name: str, known: set[str]) -> str:
+    """Return the error message for an unknown field at the top level of the document."""
     if methods_with(name):
         return f"{name}: training fields go under `common` (for all arms) or under `options` of an arm"
     return unknown_name("field", name, known)
 
 
 def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
+    """Return the task, or None for the user's own data. Raise a UsageError if fields are missing or do not fit."""
     if "task" not in subject:
         if "task_config" in subject:
             raise UsageError(f"task_config={subject['task_config']} belongs to a `task`; name one, or leave it out")
@@ -294,8 +299,8 @@ def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
 
 
 def _options_of_task(task: RunTask | None) -> dict[str, Any]:
-    """Return the configuration fields that suit the task, for all arms. Without a GPU, a language model gets the
-    fields for training on a CPU."""
+    """Return the configuration fields that suit the task, for all arms. They include the fields for training on a CPU
+    if the task trains a language model and there is no GPU."""
     if task is None:
         return {}
     options: dict[str, Any] = {}
@@ -356,6 +361,7 @@ def _read_arms(given: Any, task: RunTask | None, common: Mapping[str, Any]) -> t
 
 
 def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str, Any]) -> Arm:
+    """Read one arm, and fill in the options that suit the task. `place` names the arm in error messages."""
     entry = read_mapping(place, entry)
     for key in entry:
         if key not in ("name", "method", "options"):
@@ -367,6 +373,7 @@ def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str,
     if suited is None:
         assert task is not None
         raise UsageError(f"{place}: {task.unsuited(method)}")
+    # An arm's options override `common`. So leave out suited options that the user has set in `common`.
     filled_in = {name: value for name, value in suited.items() if name not in common}
     return Arm(
         name=visible_text(str(entry.get("name", method.title))),
@@ -376,7 +383,7 @@ def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str,
 
 
 def _default_methods(task: RunTask | None) -> list[str]:
-    """Return GRPO and the methods that suit the task. A user's data set has no tools, so agent methods do not suit."""
+    """Return GRPO and the methods that suit the task. Methods that need tools do not suit a user's own data."""
     names = ["grpo"]  # the first arm, because differences are to the first arm
     for row in METHODS.values():
         if row.plain:
@@ -458,12 +465,28 @@ def _check_fields(comparison: Comparison) -> None:
             training = run_arguments(comparison, arm, seed=comparison.seeds[0], folder="out")[1]
         except UsageError as error:
             raise UsageError(f"arm {arm.name}: {error}") from error
-        batches, steps = training.steps_per_generation, training.gradient_accumulation_steps
-        if batches is not None and batches < steps:
+        _check_schedule(comparison, arm, training)
+        # Numbers of forward passes per generation batch, and per optimizer step.
+        per_generation, per_step = training.steps_per_generation, training.gradient_accumulation_steps
+        if per_generation is not None and per_generation < per_step:
             raise UsageError(
-                f"arm {arm.name}: steps_per_generation={batches} is less than gradient_accumulation_steps={steps}; "
+                f"arm {arm.name}: steps_per_generation={per_generation} is less than "
+                f"gradient_accumulation_steps={per_step}; "
                 "a curve has one log per generation batch, and an optimizer step would have several: make them equal"
             )
+
+
+def _check_schedule(comparison: Comparison, arm: Arm, training: Any) -> None:
+    """Raise a UsageError if the learning rate of an arm depends on the number of steps, and nobody has set it."""
+    steps = DEFAULTS["max_steps"]
+    if training.max_steps != steps:
+        return
+    schedule, warmup = SchedulerType(training.lr_scheduler_type).value, training.warmup_steps
+    remedy = "set `max_steps` to the number of steps of a run, or use a constant learning rate"
+    if schedule not in ("constant", "constant_with_warmup"):
+        raise UsageError(f"arm {arm.name}: lr_scheduler_type={schedule!r} would last {steps:,} steps: {remedy}")
+    if schedule == "constant_with_warmup" and 0 < warmup < 1:
+        raise UsageError(f"arm {arm.name}: warmup_steps={warmup} is a share of {steps:,} steps: {remedy}")
 
 
 def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> RunArguments:
@@ -480,6 +503,7 @@ def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -
         folder (`str`):
             Folder of the run's checkpoints.
     """
+    # The trainer of a tiny model gets model and data from `task_trainer`, not from these arguments.
     subject = {} if comparison.builds_model else comparison.subject
     fixed = {"method": arm.method, "seed": seed, "output_dir": folder, "logging_steps": 1}
     return build_arguments({**subject, **comparison.common, **arm.options, **fixed})

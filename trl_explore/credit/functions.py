@@ -27,14 +27,15 @@ class AdvantageBatch:
     Data that an advantage function can read in addition to the rewards. It must not change them.
 
     P is the number of prompts of all processes, G is `num_generations`, and B is the number of rows of this process.
-    The rows of all processes are `P * G` rows, in the order of the processes.
+    All processes together have `P * G` rows, in the order of the processes.
     """
 
-    rows: Mapping[str, Any]  # main rows of this process as TRL's loss gets them, such as `completion_ids`, `(B, T)`
+    # Inputs of TRL's loss for the main rows of this process, by name, such as `completion_ids`, `(B, T)`.
+    rows: Mapping[str, Any]
     examples: Sequence[Mapping[str, Any]]  # rows of the data set, `[B]`
     rewards_per_func: torch.Tensor  # rewards of each reward function, without weights, `(P, G, F)`; NaN if not scored
     success_rewards: torch.Tensor  # rewards that decide about success, `(P, G)`; NaN if not scored
-    grpo: torch.Tensor  # GRPO's advantages, `(P, G)`; with `trained_generations`, of the trained rows
+    grpo: torch.Tensor  # GRPO's advantages, `(P, G)`; with `trained_generations`, only of the rows that are trained
     trainer: Any  # the trainer, with its model, its tokenizer and its state
     ranks: Ranks  # the processes of the run
 
@@ -46,7 +47,7 @@ class AdvantageBatch:
 
 @dataclass(frozen=True)
 class AdvantagePart:
-    """One of the advantages whose weighted sum is trained."""
+    """One of the advantages whose weighted sum the trainer uses."""
 
     name: str  # a name in `ADVANTAGES`, or the import path of a function
     weight: float
@@ -54,7 +55,7 @@ class AdvantagePart:
 
     @property
     def reads_batch(self) -> bool:
-        """Return whether the part needs more than the rewards of a group."""
+        """True if the part reads more than the rewards of a group: an [`AdvantageBatch`]."""
         if self.function is None:
             return self.name == "unlikeliness"
         return "batch" in _signature(self.function).parameters
@@ -68,7 +69,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def read_advantage(given: Any) -> Any:
-    """Return the value of the field `advantage`, with a list that the command line gives as JSON text parsed."""
+    """Return the value of the field `advantage`. None is GRPO's advantage. A list may come from the command line as
+    JSON text, which is parsed."""
     if given is None:
         return "grpo"
     if isinstance(given, str) and given.lstrip().startswith("["):
@@ -81,7 +83,7 @@ def read_advantage(given: Any) -> Any:
 
 def advantage_parts(args: "ExplorationConfig") -> list[AdvantagePart]:
     """
-    Return the parts whose weighted sum `advantage` is. `args` is any configuration.
+    Return the parts whose weighted sum is the advantage. `args` is any configuration.
 
     Raises:
         ValueError: If `advantage` or `advantage_weights` has a wrong value, or if a function cannot be imported or
@@ -110,7 +112,7 @@ def advantage_parts(args: "ExplorationConfig") -> list[AdvantagePart]:
 
 
 def _part(given: Any, weight: float) -> AdvantagePart:
-    """Return one entry of `advantage`, after checks, with its weight."""
+    """Check one entry of `advantage`, and return it with its weight. Raise ValueError if it is wrong."""
     if isinstance(given, str):
         if given in ADVANTAGES:
             return AdvantagePart(given, weight)
@@ -131,7 +133,7 @@ def _part(given: Any, weight: float) -> AdvantagePart:
     try:
         arguments = {"batch": None} if part.reads_batch else {}
         _signature(function).bind(None, **arguments)
-    except (TypeError, ValueError) as error:  # a ValueError if Python cannot read the signature, as of C functions
+    except (TypeError, ValueError) as error:  # Python raises ValueError for signatures of some C functions
         raise ValueError(
             f"`advantage`: {name} cannot be called with `rewards`, nor with `rewards` and `batch`: {error}. Give all "
             f"other parameters a default. Write for example `{EXAMPLE}`."
@@ -155,13 +157,15 @@ def call(
         rewards (`torch.Tensor`):
             Total rewards, `(P, G)`. NaN if a row has no reward.
         batch ([`AdvantageBatch`], *optional*):
-            The batch. None if the rows are not main rows, which is allowed only if the function does not read it.
+            The batch. It may be None only if the function does not read it, for example for rows that are not main
+            rows.
         mask (`torch.Tensor`, *optional*):
-            Mask of the tokens of this process's main rows that may get an advantage, `(B, T)`. None: the function must
-            return one number per row.
+            Mask `(B, T)` for the main rows of this process. It is not 0 for tokens that may get an advantage. If it is
+            None, the function must return one number per row.
 
     Returns:
-        `torch.Tensor`: Advantages of all processes, `(P, G)`, or of the tokens of this process, `(B, T)`.
+        `torch.Tensor`: Advantages of the rows of all processes, `(P, G)`, or of the tokens of this process, `(B, T)`.
+        They are 0 for rows without a reward, and for tokens outside of `mask`.
 
     Raises:
         ValueError: If the result has a wrong shape, or a number that is not finite.

@@ -1,8 +1,9 @@
-"""Advantages that train the success of `k` attempts together, computed over all subsets of `k` rows of a group.
+"""Advantages that train for the best of `k` attempts. They are computed over all subsets of `k` rows of a group.
 
-[Pass@k training](https://huggingface.co/papers/2508.10751) and [PKPO](https://huggingface.co/papers/2505.15201).
-Rewards have the shape `(P, G)`. Rows whose reward is NaN are in no subset and get advantage 0. If fewer than `k` rows
-of a group have a reward, these rows are the only subset. If only one row has a reward, it gets advantage 0.
+The methods are [Pass@k training](https://huggingface.co/papers/2508.10751) and
+[PKPO](https://huggingface.co/papers/2505.15201). Rewards have the shape `(P, G)`. Rows whose reward is NaN are in no
+subset and get advantage 0. If fewer than `k` rows of a group have a reward, these rows are the only subset. If only
+one row has a reward, it gets advantage 0.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ def outcomes(rewards: torch.Tensor, *, threshold: float | None) -> torch.Tensor:
 
 
 def solve_rate(num_rows: int, num_right: int, k: int) -> float:
-    """Return the probability that a random subset of `k` of `num_rows` rows contains one of the `num_right` right
-    rows."""
+    """Return the probability that a random subset of `k` rows contains a right row. `num_right` of the `num_rows` rows
+    are right."""
     return 1 - comb(num_rows - num_right, k) / comb(num_rows, k)
 
 
@@ -81,7 +82,8 @@ def pkpo(rewards: torch.Tensor, *, k: int, leave_one_out: bool = False) -> torch
 
     The advantage of a row is the sum of the largest rewards of the subsets of `k` rows that contain the row, divided
     by the number of all subsets. With `leave_one_out`, subtract from each largest reward the largest reward of the
-    subset's other rows. The mean of the gradient stays the same, and its variance decreases.
+    subset's other rows. The mean of the gradient stays the same, and its variance decreases. With `k=1`, a subset has
+    no other rows, and nothing is subtracted.
 
     Args:
         rewards (`torch.Tensor`):
@@ -95,7 +97,7 @@ def pkpo(rewards: torch.Tensor, *, k: int, leave_one_out: bool = False) -> torch
 
 
 def _pkpo(rewards: list[float], k: int, *, leave_one_out: bool) -> list[float]:
-    # By Pascal's rule, rows with equal rewards have equal credit, so the order of equal rewards does not matter.
+    # Rows with equal rewards get equal credit (by Pascal's rule), so their order after sorting does not matter.
     n = len(rewards)
     order = sorted(range(n), key=rewards.__getitem__)
     g, credit = [rewards[row] for row in order], [0.0] * n  # `g`: rewards in ascending order
@@ -103,10 +105,11 @@ def _pkpo(rewards: list[float], k: int, *, leave_one_out: bool) -> list[float]:
         if k == 1:
             of_best = [g[i]]
         elif leave_one_out:
-            # Row i counts only if it is the best row of a subset. Row j is the second best one.
+            # Row i gets credit only in subsets whose best row is i. Row j is the second best row of these subsets.
             of_best = [(g[i] - g[j]) * comb(j, k - 2) for j in range(i)]
         else:
-            # Subsets whose best row is i, and subsets with row i whose best row is j.
+            # First the subsets whose best row is i. Then, for each better row j, the subsets with row i whose best row
+            # is j.
             of_best = [g[i] * comb(i, k - 1)]
             of_best.extend(g[j] * comb(j - 1, k - 2) for j in range(i + 1, n))
         credit[order[i]] = sum(of_best) / comb(n, k)

@@ -28,7 +28,7 @@ class Form(ABC):
         config (`dict`):
             Fields of the data set that keep problems small. Fields that the user gives override them.
         max_completion_length (`int`):
-            Maximum number of tokens in a completion. With the fields of `config`, every right answer is shorter.
+            Maximum number of tokens in a completion. With the fields of `config`, every demonstration is shorter.
         step_delimiters (`tuple[str, ...]`):
             Texts that end a step of an answer.
     """
@@ -102,8 +102,8 @@ class Form(ABC):
         raise ValueError(f"There is no demonstration for {self.question(entry)!r}.")
 
     def key(self, entry: Entry) -> str:
-        """Return a text that is equal for equal problems. A problem of a training row is left out of the evaluation
-        rows."""
+        """Return a text that is equal for equal problems. By this text, the evaluation rows leave out the problems of
+        training rows."""
         return self.question(entry)
 
 
@@ -125,7 +125,7 @@ Step = tuple[int, str, int, int]
 
 
 def _calculate(left: int, operator: str, right: int) -> int | None:
-    """Return the result of a calculation, or None for a division by zero or with a remainder."""
+    """Return the result of a calculation. Return None if it divides by zero, or if a division leaves a remainder."""
     if operator == "+":
         return left + right
     if operator == "-":
@@ -138,7 +138,8 @@ def _calculate(left: int, operator: str, right: int) -> int | None:
 
 
 def _countdown_steps(numbers: Sequence[int], operators: Sequence[str]) -> Iterator[tuple[Step, list[int]]]:
-    """Yield each possible step, and the numbers that remain after it. No result is negative."""
+    """Yield each step with two of the numbers, together with the numbers that remain after it. Steps with a negative
+    result are left out."""
     for first, second in permutations(range(len(numbers)), 2):
         for operator in operators:
             if operator in "+*" and first > second:  # the same step as with the numbers in the other order
@@ -155,7 +156,8 @@ class CountdownForm(Form):
     """
     Countdown with two to four numbers: `Use 11, 4, 17 to make 24.` is answered by `11 - 4 = 7` and `7 + 17 = 24`.
 
-    Each line calculates with two of the remaining numbers, and replaces them by the result. All numbers must be used.
+    Each line calculates with two of the remaining numbers, and replaces them with the result. All numbers must be
+    used.
     """
 
     config = dict(min_numbers=3, max_numbers=3, min_value=1, max_value=20, min_target=10, max_target=99)
@@ -209,7 +211,7 @@ class CountdownForm(Form):
             while len(numbers) > 1:
                 operator = rng.choice("+-*/")
                 possible = list(_countdown_steps(numbers, operator))
-                if not possible:  # for example, if no division is without a remainder
+                if not possible:  # for example, if every division leaves a remainder
                     possible = list(_countdown_steps(numbers, "+"))
                 step, numbers = rng.choice(possible)
                 steps.append(step)
@@ -277,7 +279,7 @@ class ChainSumForm(Form):
         return str(value)
 
     def _text(self, entry: Entry, errors: Mapping[int, int]) -> str:
-        """Return an answer. `errors` are numbers to add to results, by the index of the line."""
+        """Return an answer. `errors` maps the index of a line to a number that is added to the result of this line."""
         value, terms = self._terms(entry)
         lines = []
         for index, (operator, term) in enumerate(terms):
@@ -299,7 +301,8 @@ class ChainSumForm(Form):
 # ---------------------------------------------------------------------------------------------------------------------
 
 S = TypeVar("S")
-# The start state, a function that returns the states one move away from a state, and a test for end states.
+# A search problem has three parts: the start state, a function that returns the states one move away from a state,
+# and a function that returns True for end states.
 Search = tuple[S, Callable[[S], list[S]], Callable[[S], bool]]
 State = tuple[int, ...]
 
@@ -422,7 +425,8 @@ class JugsForm(Form):
 # ---------------------------------------------------------------------------------------------------------------------
 
 Cell = tuple[int, int]
-DIGITS = {"O": "0", "X": "1", "*": "2", "#": "3"}  # the package's marks of cells, and the form's
+# Digit that the form writes for each mark of the package: a free cell, a wall, the start and the end.
+DIGITS = {"O": "0", "X": "1", "*": "2", "#": "3"}
 DIRECTIONS = {(0, 1): "right", (1, 0): "down", (0, -1): "left", (-1, 0): "up"}
 INFEASIBLE = "infeasible"  # the package's answer if there is no path
 NO_PATH = "none"  # the form's answer if there is no path
@@ -500,11 +504,11 @@ class ShortestPathForm(Form):
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
         if path is None:
-            length = rng.randint(2, 6)
+            length = rng.randint(2, 6)  # there is no path, so every walk is a wrong answer
         else:
             length = len(path)
         walk = _walk(self._search(entry), rng, length=length)
-        # Some wrong demonstrations answer `none` although there is a path.
+        # If there is a path, `none` is a wrong answer too. Use it sometimes, and whenever there is no walk.
         if path is not None and (not walk or rng.random() < 0.1):
             return NO_PATH
         if not walk:
@@ -521,8 +525,8 @@ class ShortestPathForm(Form):
 
 @cache
 def _word_graph(length: int) -> dict[str, list[str]]:
-    """Return the package's words with `length` letters in lower case. Each has a list of the words that differ from it
-    in one letter."""
+    """Map each of the package's words with `length` letters to the words that differ from it in one letter. All words
+    are in lower case."""
     from reasoning_gym.algorithmic.word_ladder import WordLadderConfig, WordLadderDataset
 
     config = WordLadderConfig(min_word_length=length, max_word_length=length, seed=0, size=1)
@@ -537,8 +541,8 @@ class WordLadderForm(Form):
     """
     Word ladder: `Change cat to dog.` is answered by `cot`, `cog` and `dog`, one word per line, without the first word.
 
-    Each word must differ from the previous word in one letter. An answer with a word that the package does not
-    know does not solve the task.
+    Each word must differ from the previous word in one letter. The form does not check whether a word exists. If the
+    package does not know a word, the answer does not solve the task.
     """
 
     config = dict(min_word_length=3, max_word_length=3, min_chain_length=3, max_chain_length=5)

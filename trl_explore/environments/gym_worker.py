@@ -2,12 +2,14 @@
 
 Reasons for a second process:
 
-- reasoning-gym parses answers with `eval` and sympy. Evaluating `9**9**9` never ends, `R99999999999` fills the memory,
-  and `exit()` ends the process. The training run must survive such answers.
+- Some answers break the process that scores them. reasoning-gym parses answers with `eval` and sympy: `9**9**9` never
+  ends, and `exit()` ends the process. The Rubik's cube move `R99999999999` fills the memory. The training run must
+  survive such answers.
 - Some data sets print to the standard output.
 - Some data sets iterate over sets. The order of a set depends on Python's hash seed, which differs between processes.
-  So two processes of one run would get different questions. This process runs with a fixed hash seed.
-- A time limit for a process works in every thread of the training run, and it also stops computations in C code.
+  So two processes of one run would get different questions. The second process runs with a fixed hash seed.
+- The time limit of a second process also stops computations in C code. It works in whichever thread of the training
+  run an answer is scored.
 
 The second process runs this file as its program. The file does not import other modules of trl_explore, so that the
 process starts fast.
@@ -32,7 +34,7 @@ from fractions import Fraction
 from typing import Any
 
 CPU_SECONDS = 3.0  # per answer; the slowest reasonable answer needs less than one second
-# Per answer, for systems that cannot limit CPU time, and for code that waits without using the CPU.
+# Per answer. This limit is for systems that cannot limit CPU time, and for code that waits without using the CPU.
 WALL_SECONDS = 60.0
 MEMORY_BYTES = 8 * 2**30  # limit of the process's address space
 # A longer answer scores 0. No data set has right answers of this length.
@@ -67,8 +69,8 @@ def encode(value: Any) -> str:
 
     Args:
         value (`Any`):
-            Lists, tuples, sets, dictionaries, numbers (also fractions, decimals, complex and numpy's), strings and
-            `None`, nested in any way.
+            Lists, tuples, sets, dictionaries, numbers, strings and `None`, nested in any way. Numbers can also be
+            fractions, decimals, complex numbers and numpy's scalars.
 
     Returns:
         `str`: The text.
@@ -141,10 +143,10 @@ def field_value(value: Any, default: Any) -> Any:
         value (`Any`):
             The JSON value.
         default (`Any`):
-            Default of the field, which has its type.
+            Default of the field. It shows the type of the field.
 
     Returns:
-        `Any`: The value. Unchanged if JSON has the type.
+        `Any`: A tuple, date, time or data class if the default is one. Any other value is returned unchanged.
     """
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
@@ -220,18 +222,20 @@ def safe_answer(name: str, answer: str) -> str:
 
 
 def _is_literal(answer: str) -> bool:
-    """Return whether `eval(answer)` raises a syntax error, or builds a value of constants and names without a call."""
+    """Return whether `eval(answer)` is safe: it raises a syntax error, or builds a value from constants and names
+    without a call."""
     try:
-        tree = ast.parse(answer.lstrip(" \t"), mode="eval")
+        tree = ast.parse(answer.lstrip(" \t"), mode="eval")  # `eval` ignores these leading characters, too
     except Exception:
-        return True  # eval fails in the same way
+        return True  # `eval` fails in the same way, so it runs no code
     allowed = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Load)
     signs = (ast.UnaryOp, ast.USub, ast.UAdd)
     return all(isinstance(node, (*allowed, *signs)) for node in ast.walk(tree))
 
 
 def _is_formula(answer: str) -> bool:
-    """Return whether sympy cannot parse `answer`, or reads a formula of elementary functions with small numbers."""
+    """Return whether parsing `answer` with sympy is safe: sympy cannot parse it, or reads a formula of elementary
+    functions with small numbers."""
     from sympy.parsing.sympy_parser import standard_transformations, stringify_expr
 
     names: dict[str, Any] = dict(builtins.__dict__)  # parse_expr can also call these functions
@@ -240,12 +244,13 @@ def _is_formula(answer: str) -> bool:
         code = stringify_expr(answer, {}, names, standard_transformations)
         tree = ast.parse(code.lstrip(" \t"), mode="eval")
     except Exception:
-        return True  # parse_expr fails in the same way
+        return True  # parse_expr fails in the same way, so it runs no code
     return all(_is_harmless(node) for node in ast.walk(tree)) and _bits(tree.body) <= MAX_BITS
 
 
 def _is_harmless(node: ast.AST) -> bool:
-    """Return whether `node` reads no attribute, and calls at most a function of [`FUNCTIONS`]."""
+    """Return whether `node` is safe. A call is safe if it calls a function of [`FUNCTIONS`]. Any other node is safe
+    unless its type is in the list below, because such a node can reach or run other code."""
     if isinstance(node, ast.Call):
         called = node.func
         if isinstance(called, ast.Call):  # Function('f')(x)
@@ -282,7 +287,7 @@ def _bits(node: ast.AST) -> float:
 
 
 def _bits_of_constant(value: Any) -> float:
-    if isinstance(value, str):  # sympy's parser writes numbers as Float('1e9'); other strings are names of symbols
+    if isinstance(value, str):  # a number, as in sympy's Float('1e9'), or the name of a symbol
         try:
             value = float(value)
         except ValueError:
@@ -366,8 +371,8 @@ class Worker:
                 `question`, `answer` and `metadata` of the row.
 
         Returns:
-            `float`: The package's score, in most data sets 0 to 1. 0.0 if `score_answer` raises, or runs out of time
-            or memory, and for answers of more than 100,000 characters.
+            `float`: The package's score, in most data sets 0 to 1. It is 0.0 if `score_answer` raises, if it runs out
+            of time or memory, or if the answer has more than 100,000 characters.
 
         Raises:
             ValueError: If the package cannot make the data set.
@@ -400,7 +405,7 @@ class Worker:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # closing a pipe sends buffered text, which the dead process cannot read
+                except OSError:  # `close` writes the buffered text first, and a dead process cannot read it
                     pass
         process.wait()
 
@@ -410,7 +415,8 @@ class Worker:
             try:
                 process = self._started()
                 reply = self._exchange(process, json.dumps(message), seconds)
-            except BaseException:  # end the process, because the next request would read the reply to this request
+            except BaseException:
+                # The process may still reply to this request, and the next request would read that reply.
                 self.close()
                 raise
             if reply is None:

@@ -77,7 +77,8 @@ def find_answer(text: str, answer_in: str) -> str | None:
             `"last_line"`: the last line that is not empty. `"completion"`: the whole text.
 
     Returns:
-        `str` or `None`: The answer without white space around it. `None` if the mark is missing or not closed.
+        `str` or `None`: The answer without white space around it. `None` if the tags or the box are missing or not
+        closed, or if the text is empty. Empty tags and an empty box give an empty text.
     """
     if answer_in == "tags":
         before, end_tag, _ = text.rpartition("</answer>")
@@ -159,7 +160,8 @@ class ReasoningGymReward:
 
         Returns:
             `list[float | None]`: Scores, in most data sets between 0 and 1. With the form `"steps"`, 1.0 or 0.0. The
-            score is `None` for rows of other data sets. TRL skips these, so that rows of several specs can be mixed.
+            score is `None` for rows of other data sets. TRL leaves `None` out of a row's total reward, so one data set
+            can mix rows of several specs.
 
         Raises:
             ValueError: If the rows lack a column.
@@ -198,8 +200,8 @@ class ReasoningGymReward:
         given = FORMS[self.name].answer(text, entry_of(row))
         if given is None:
             return 0.0
-        # The package gives a part of the score for some wrong answers. That would reward an answer that only follows
-        # the form, so count nothing but the full score.
+        # For some wrong answers, the package gives a part of the full score. That would reward an answer that only
+        # follows the form. So count only the full score.
         return float(worker().score(self.name, self.config, given, row) == 1.0)
 
 
@@ -224,15 +226,16 @@ class ReasoningGymSpec:
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows.
         eval_seed (`int`, *optional*):
-            Seed of the evaluation rows. `None` uses `seed` plus a million. Questions of training rows are left out.
+            Seed of the evaluation rows. `None` uses `seed` plus a million. The evaluation rows leave out the questions
+            of training rows.
         answer_in (`str`, *optional*, defaults to `"tags"`):
             Position of the answer in a completion: `"tags"` (between `<answer>` and `</answer>`), `"boxed"` (in
             `\boxed{}`), `"last_line"` or `"completion"`. A sentence at the end of each question asks for this
             position.
         form (`str`, *optional*, defaults to `"package"`):
             `"package"`: the package's questions and answers. `"steps"`: short questions for small models. The model
-            answers in short lines, and each line is checked. Only some data sets have this form. It chooses fields of
-            `config` that give easy problems, and your own fields override them.
+            then answers in short lines, and each line is checked. Only some data sets have the form `"steps"`. It sets
+            fields of `config` that give easy problems, and your own fields override them.
         system_prompt (`str`, *optional*):
             Text of a system message before each question.
         **config:
@@ -305,7 +308,7 @@ class ReasoningGymSpec:
         rows: list[dict[str, Any]] = []
         tries = max(MIN_TRIES, TRIES_PER_ROW * self._eval_size)
         for start in range(0, tries, self._eval_size):
-            # The package generates row i with the seed `seed + i`, so this seed continues the rows.
+            # The package generates row i with the seed `seed + i`. So this seed gives the rows that follow.
             seed = self._eval_seed + start
             for row in worker().rows(self._name, self.config, seed=seed, size=self._eval_size):
                 key = self._key(row)
@@ -328,7 +331,7 @@ class ReasoningGymSpec:
 
     def answer_fn(self, text: str) -> str | None:
         """
-        Return the answer in a completion. `maj@k` counts votes for answers.
+        Return the answer in a completion, for which `maj@k` counts the completion as a vote.
 
         Args:
             text (`str`):
@@ -350,7 +353,8 @@ class ReasoningGymSpec:
 
     @property
     def step_delimiters(self) -> list[str] | None:
-        """Texts that end a step of an answer. `None` for the form `"package"`, whose answers have no common format."""
+        """Texts that end a step of an answer. They are `None` for the form `"package"`, because its answers have no
+        common format."""
         if self._form is None:
             return None
         return list(self._form.step_delimiters)
@@ -486,7 +490,7 @@ def _checked_config(name: str, config: Mapping[str, Any], seed: int, size: int) 
 
 
 def _checked_value(name: str, field: str, value: Any, default: Any) -> Any:
-    """Return the value of a field as JSON. Raise a ValueError if its type is wrong, or JSON has no such type."""
+    """Return the value of a field as a JSON value. Raise a ValueError if its type is wrong, or not a type of JSON."""
     if isinstance(value, (date, time)):
         value = value.isoformat()
     if default is not None and not _has_type_of(default, value):
@@ -515,8 +519,8 @@ def _has_type_of(default: Any, value: Any) -> bool:
 
 
 def _error_message(error: Exception) -> str:
-    """Return the message of the package's error in one line. If it is empty, as for `assert` without a text, return
-    the line of code that failed."""
+    """Return the message of the package's error in one line. If the message is empty, as for an `assert` without a
+    text, return the line of code that failed."""
     text = " ".join(str(error).split())
     if not text:
         text = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-SOURCES = ("reasoning_gym", "textarena")  # packages; a task's name begins with one of them and a colon
+SOURCES = ("reasoning_gym", "textarena")  # packages with tasks; the name of a task begins with a package and a colon
 
 
 def names_a_spec(name: str) -> bool:

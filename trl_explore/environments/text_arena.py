@@ -20,17 +20,17 @@ from trl_explore.environments.text_arena_registry import (
 )
 from trl_explore.names import unknown_name
 
-DEFAULT_TURNS = 50  # limit for games that have none
-# Arguments with which games limit their turns, and the number of turns that a game takes beyond that limit. Bandit
-# asks for one more choice after its `num_turns` turns.
+DEFAULT_TURNS = 50  # limit for games whose constructor has no argument of `LIMITS`
+# Arguments with which games limit their turns, each with the number of turns that a game takes beyond this limit.
+# Bandit asks for one more choice after its `num_turns` turns.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
 SEED_OFFSET = 1_000_000  # difference between the default seed of the evaluation rows and the seed of the training rows
 NUM_SEEDS = 2**31  # seeds of games are below this number
-VARIANTS = ("-train", "-raw")  # ends of ids that name the same games with other wrappers
+VARIANTS = ("-train", "-raw")  # an id with one of these ends names the same game with other wrappers
 TURN_TOKENS = 50  # tokens of a tool call, a short answer, and the special tokens of both messages
 CHARACTERS_PER_TOKEN = 2  # in the text of a board; prose has about four
 HINT_SHARE = 0.5  # share of demonstrations that use the hints of the game
-FINAL_MESSAGE = "Done."  # of the assistant, after the game's last answer
+FINAL_MESSAGE = "Done."  # message of the assistant after the game's last answer
 
 
 def textarena_reward(environments: list[TextArenaGame], **columns: Any) -> list[float | None]:
@@ -79,15 +79,16 @@ class TextArenaSpec:
             Seed of the random generator that chooses the seeds of the evaluation rows. `None` uses `seed` plus
             a million.
         max_turns (`int`, *optional*):
-            Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game has its own limit, it
-            is set to `max_turns`. `None` keeps the game's limit; for a game without a limit, it is 50.
+            Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game's constructor has an
+            argument `max_turns`, it gets this number too. Other limits, such as Wordle's `num_guesses`, stay as they
+            are. `None` uses the game's own limit, or 50 if its constructor has no argument for a limit.
         system_prompt (`str`, *optional*):
             System message of each prompt.
         rules (`str`, *optional*):
             Text to show instead of the game's rules. A shorter text gives shorter prompts.
         wins_only (`bool`, *optional*, defaults to `False`):
-            If `True`, the reward is 1 for a win (a game's reward of at least 1) and 0 otherwise. If `False`, it is the
-            game's own reward, and many games also reward a part of the task.
+            If `True`, the reward is 1 for a win and 0 otherwise. A game is won if its own reward is at least 1. If
+            `False`, the reward is the game's own, and many games also reward a part of the task.
         config (*optional*):
             Arguments of the game's constructor, such as `max_number=50`.
 
@@ -170,9 +171,11 @@ class TextArenaSpec:
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
-        Play a game of GuessTheNumber as a demonstration. About half of the demonstrations use the game's hints: they
-        guess the middle of the numbers that are still possible, and win if `max_turns` allows it. The others ignore
-        the hints and guess any number that they have not guessed before.
+        Play a game of GuessTheNumber as a demonstration.
+
+        About half of the demonstrations use the game's hints: they guess the middle of the numbers that are still
+        possible, and win if `max_turns` allows it. The others ignore the hints, and guess at random among the numbers
+        that they have not guessed before.
 
         Args:
             row (`Mapping`):
@@ -240,8 +243,8 @@ def _check_number(field: str, value: object, lowest: int) -> None:
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a game, and its maximum number of turns. The arguments contain that number if the game
-    has an argument for it."""
+    """Return the arguments of a game, and its maximum number of turns. If the game has an argument `max_turns`, the
+    arguments contain this number."""
     given = {**arguments_of(env_id), **config}
     if max_turns is None:
         limits = []
@@ -256,8 +259,9 @@ def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -
 
 
 def _seeds(stream: str, number: int, without: Iterable[int] = ()) -> list[int]:
-    """Return `number` different seeds of games, none of them in `without`. `stream` is the seed of the random
-    generator that chooses them."""
+    """Return `number` different seeds of games that are not in `without`. `stream` is the seed of the random generator
+    that chooses them."""
+    # Sample enough seeds that `number` of them remain, even if all of `without` are among them.
     excluded = set(without)
     candidates = random.Random(stream).sample(range(NUM_SEEDS), number + len(excluded))
     return [seed for seed in candidates if seed not in excluded][:number]

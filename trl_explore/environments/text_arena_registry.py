@@ -34,7 +34,7 @@ def known_ids() -> list[str]:
 
 @contextlib.contextmanager
 def without_downloads() -> Iterator[None]:
-    """Prevent games from downloading missing word lists."""
+    """Prevent games from downloading missing word lists inside the `with` block."""
     from textarena.envs.utils import word_lists
 
     nltk = word_lists.nltk
@@ -99,8 +99,8 @@ def _fault_of_set(game: Any) -> str | None:
     return "it gives the reward without a game: three times the same card, [1, 1, 1], counts as a set."
 
 
-# Checks of games that reward wrong moves or fail at the winning move in TextArena 0.7.4. They look at the game, not at
-# its version, so they accept a later version that is correct.
+# Checks of games that reward wrong moves or fail at the winning move in TextArena 0.7.4. Each check plays the game and
+# does not compare versions, so it accepts a later version without the fault.
 FAULTS: dict[str, Callable[[Any], str | None]] = {
     "FifteenPuzzle": _fault_of_fifteen_puzzle,
     "Bandit": _fault_of_bandit,
@@ -116,8 +116,8 @@ def family_of(env_id: str) -> str:
 
 
 def arguments_of(env_id: str) -> dict[str, Any]:
-    """Return the arguments of a game's constructor. Their values come from the registry, or else from the
-    constructor's defaults. An argument without a value is None."""
+    """Return the arguments of a game's constructor with their values. A value comes from the registry, or else from
+    the constructor's default. It is None if there is neither."""
     from textarena.envs.registration import ENV_REGISTRY
 
     module, _, name = str(ENV_REGISTRY[env_id].entry_point).partition(":")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPLETIONS = "trl-explore completions"
-# Settings that the file saves as hashes, and the inputs of each hash, for the error message.
+# Settings that the file saves as hashes. The error message names the inputs of each hash instead of its value.
 HASHED = {"weights": "the model", "prompts": "data, limit, system prompt, chat template"}
 
 Record = dict[str, Any]
@@ -29,7 +29,8 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase",
     """
     Encode plain prompts or conversations as training does.
 
-    Without a chat template, the messages of a conversation are joined by empty lines.
+    Without a chat template, the messages of a conversation are joined by empty lines, and the text ends with a line
+    break.
 
     Args:
         prompts (`Sequence`):
@@ -37,7 +38,8 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase",
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer.
         **template:
-            Options of `apply_chat_template`.
+            Options of `apply_chat_template`, for example `chat_template`. If there are any, conversations need no chat
+            template in the tokenizer.
 
     Returns:
         `list[list[int]]`: Token ids, `[P][P_i]`.
@@ -116,15 +118,16 @@ def collect_completions(
         sampling ([`~trl_explore.evaluation.samplers.Sampling`]):
             Sampling options.
         source (`dict`):
-            Other settings that the completions depend on, such as a hash of the model's weights. JSON values.
+            Other settings that the completions depend on, as JSON values. An example is a hash of the model's weights.
         path (`Path`, *optional*):
-            JSON lines with one record per prompt, written prompt by prompt. `None` writes no file.
+            File with one line of JSON for the settings, and one for the record of each prompt. A record is appended as
+            soon as its prompt is sampled. `None` writes no file.
         progress (`bool`, *optional*, defaults to `True`):
             If `True`, show a progress bar.
 
     Returns:
         `list[Record]`: One record per prompt, `[P]`: `index`, `completions` (texts), `completion_ids`, `truncated` and
-        `seconds`.
+        `seconds` (time since the previous record).
 
     Raises:
         `FileRefusedError`: If the file at `path` was written with other settings.
@@ -159,7 +162,7 @@ def collect_completions(
 
 
 def read_completions(path: Path) -> tuple[dict[str, Any], dict[int, Record]]:
-    """Read a file of [`collect_completions`]: its settings, and its records by the index of their prompt."""
+    """Read a file of [`collect_completions`]. Return its settings, and its records by the index of their prompt."""
     header, records = read_records(path, COMPLETIONS, is_valid=_is_record)
     return header, {record["index"]: record for record in records}
 
@@ -170,7 +173,8 @@ def _is_record(record: Record) -> bool:
 
 
 def _continue(path: Path, settings: dict[str, Any]) -> dict[int, Record]:
-    """Read the records of the file at `path` and check its settings. If there are none, begin the file."""
+    """Return the records of the file at `path`, after a check of its settings. If there is no record, write a new file
+    with only the settings."""
     header: dict[str, Any] = {}
     records: dict[int, Record] = {}
     if path.is_file():

@@ -14,7 +14,7 @@ class Graded(NamedTuple):
     """Rewards and answers of the samples of one prompt, `[N]` each. `None` means no reward, or no answer."""
 
     totals: list[float | None]  # weighted sums of the rewards
-    rewards: list[float | None]  # the rewards that decide success: one function's, or the totals
+    rewards: list[float | None]  # rewards that decide success: those of `success_reward`, or the totals
     answers: list[Hashable | None]
 
 
@@ -30,7 +30,7 @@ class Grader:
         answer_fn (`Callable`, *optional*):
             Maps the text of a completion to its answer. `None` reads no answers.
         **given:
-            Further arguments of every reward function.
+            Further arguments with which every reward function is called.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Grader:
         totals: list[float | None] = [None] * size
         success_rewards: list[float | None] = [None] * size
         for name, func, weight in self.rewards:
-            # A reward function may change its arguments, so pass copies.
+            # A reward function may change its arguments, so pass copies. Each row is repeated for its N samples.
             examples = [copy.deepcopy(row) for row in rows for _ in range(num_samples)]
             inputs = {}
             for column in rows[0]:

@@ -88,8 +88,8 @@ class PromptSampler(Protocol):
                 Sampling options.
 
         Yields:
-            `tuple[int, list[Continuation]]`: The position of a prompt and its `num_samples` completions, in any order
-            of the prompts.
+            `tuple[int, list[Continuation]]`: The position of a prompt and its `num_samples` completions. The prompts
+            can come in any order.
         """
         ...
 
@@ -102,7 +102,8 @@ def seed_at(seed: int, position: int) -> int:
 @contextmanager
 def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
     """
-    Set the random seed and disable dropout of `model`; restore the random states and the model on exit.
+    Set the random seed and disable dropout of `model` inside the `with` block. Restore the random states and the model
+    at its end.
 
     Args:
         model (`nn.Module`):
@@ -113,7 +114,7 @@ def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerator = available_accelerator()
     devices = range(torch.accelerator.device_count())  # `set_seed` seeds all devices, not only the current one
-    device_type = "cuda"
+    device_type = "cuda"  # `fork_rng` needs the name of a type; without an accelerator, `devices` is empty
     if accelerator:
         device_type = accelerator.type
     try:
@@ -129,8 +130,8 @@ class TransformersSampler:
     """
     Samples with `generate` of transformers.
 
-    The seed and the positions of the prompts in a batch determine its samples. So a continued evaluation returns the
-    same samples as an uninterrupted one, except for the rest of an interrupted batch.
+    The samples of a batch depend only on the seed, the prompts and their positions in the dataset. So a continued
+    evaluation returns the same samples as an uninterrupted one, except for the rest of an interrupted batch.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `PeftModel`):
@@ -138,7 +139,8 @@ class TransformersSampler:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer.
         batch_size (`int`, *optional*, defaults to `64`):
-            Number of completions per `generate` call, which samples at least one prompt's completions.
+            Number of completions per `generate` call. A call always samples all completions of a prompt, even if they
+            are more.
     """
 
     def __init__(
@@ -163,12 +165,12 @@ class TransformersSampler:
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
-            repetition_penalty=1.0,  # otherwise `generate` takes it from the model's generation config
+            repetition_penalty=1.0,  # `generate` takes options that are not set from the model's generation config
             disable_compile=True,
             **options,
         )
         size = max(1, self.batch_size // sampling.num_samples)
-        # Positions determine the batches, so that a continued evaluation has the same batches.
+        # Group prompts by their positions in the dataset, so that a continued evaluation has the same batches.
         for number, positions in groupby(sorted(prompts), key=lambda position: position // size):
             batch = list(positions)
             prompt_ids: list[list[int]] = []
@@ -185,6 +187,15 @@ class TransformersSampler:
                 yield position, done[index * sampling.num_samples : (index + 1) * sampling.num_samples]
 
 
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of `max_lora_rank` that vLLM accepts
+
+
+def _vllm_rank(config: Any) -> int:
+    """Return the smallest `max_lora_rank` of vLLM for an adapter, or its rank if vLLM has none as large."""
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
+
+
 class VLLMSampler:
     """
     Samples with vLLM in this process. vLLM's own `seed` option determines the samples.
@@ -195,7 +206,8 @@ class VLLMSampler:
         adapter (`str`, *optional*):
             Folder of a LoRA adapter.
         batch_size (`int`, *optional*, defaults to `1024`):
-            Number of completions per `LLM.generate` call, which samples at least one prompt's completions.
+            Number of completions per `LLM.generate` call. A call always samples all completions of a prompt, even if
+            they are more.
         **options:
             Options of `vllm.LLM`, such as `seed`.
 
@@ -214,7 +226,7 @@ class VLLMSampler:
             from vllm.lora.request import LoRARequest
 
             self.adapter = LoRARequest("adapter", 1, adapter)
-            options |= {"enable_lora": True, "max_lora_rank": PeftConfig.from_pretrained(adapter).r}
+            options |= {"enable_lora": True, "max_lora_rank": _vllm_rank(PeftConfig.from_pretrained(adapter))}
         self.llm = LLM(model=model, **options)
 
     def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
@@ -285,7 +297,7 @@ class ServerSampler:
 
         try:
             with requests.Session() as session:
-                # A proxy from the environment variables cannot reach this machine's own addresses.
+                # Environment variables may name a proxy, which cannot reach this machine's own addresses.
                 session.trust_env = "://127.0.0.1" not in self.base_url and "://localhost" not in self.base_url
                 answer = session.request(method, self.base_url + path, timeout=(10, None), **options)
             answer.raise_for_status()

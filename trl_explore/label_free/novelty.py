@@ -11,14 +11,14 @@ import torch
 
 def similarities(embeddings: torch.Tensor) -> torch.Tensor:
     """
-    Compute the cosines of embeddings.
+    Compute the cosine of each pair of embeddings.
 
     Args:
         embeddings (`torch.Tensor`):
             Embeddings of the rows, `(M, D)`.
 
     Returns:
-        `torch.Tensor`: Cosines, clamped to [0, 1], `(M, M)`.
+        `torch.Tensor`: Cosines, `(M, M)`, clamped to [0, 1].
     """
     unit = torch.nn.functional.normalize(embeddings.double(), dim=1, eps=1e-8)
     return (unit @ unit.T).clamp(0.0, 1.0)
@@ -36,10 +36,10 @@ def novelties(similarity: torch.Tensor, right: Sequence[bool]) -> list[float]:
         similarity (`torch.Tensor`):
             Similarities of the rows, `(M, M)`, in [0, 1].
         right (`Sequence[bool]`):
-            Class of each row, `[M]`: whether its answer is right.
+            Class of each row, `[M]`: True if its answer is right.
 
     Returns:
-        `list[float]`: Novelties, `[M]`, in [0, 1]. 0.5 for a single row.
+        `list[float]`: Novelties, `[M]`, in [0, 1]. If there is only one row, its novelty is 0.5.
     """
     found = []
     for row, is_right in enumerate(right):
@@ -58,14 +58,14 @@ def band_rewards(novelty: Sequence[float], right: Sequence[bool], *, width: floa
     Convert novelties to rewards.
 
     Right rows get rewards in the band from `1 - width` to 1, and wrong rows in the band from -1 to `-1 + width`. In
-    each class, the least novel row is at the lower end of the band and the most novel row at the upper end. If all
-    rows of a class are equally novel, they are in the middle. If a class has a single row, it is at the upper end.
+    each class, the least novel row gets the lower end of the band, and the most novel row gets the upper end. If all
+    rows of a class are equally novel, they get the middle of the band. A single row in its class gets the upper end.
 
     Args:
         novelty (`Sequence[float]`):
-            Novelty of each row, `[M]`. NaN for a row without an answer, whose reward is -1.
+            Novelty of each row, `[M]`. It is NaN for a row without an answer. This row gets the reward -1.
         right (`Sequence[bool]`):
-            Class of each row, `[M]`: whether its answer is right.
+            Class of each row, `[M]`: True if its answer is right.
         width (`float`):
             Width of both bands, in [0, 1).
 
@@ -97,7 +97,7 @@ def shuffled_in_classes(novelty: Sequence[float], right: Sequence[bool], *, gene
         novelty (`Sequence[float]`):
             Novelty of each row, `[M]`. NaN values keep their positions.
         right (`Sequence[bool]`):
-            Class of each row, `[M]`: whether its answer is right.
+            Class of each row, `[M]`: True if its answer is right.
         generator (`torch.Generator`):
             Source of randomness.
 
@@ -113,7 +113,7 @@ def shuffled_in_classes(novelty: Sequence[float], right: Sequence[bool], *, gene
 
 
 def _rows_of_class(novelty: Sequence[float], right: Sequence[bool], label: bool) -> list[int]:
-    """Return the rows of a class whose novelty is not NaN."""
+    """Return the indices of the rows whose class is `label` and whose novelty is not NaN."""
     rows = []
     for row, is_right in enumerate(right):
         if is_right == label and not math.isnan(novelty[row]):

@@ -98,14 +98,16 @@ def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a tensor or an array of one number. A text such as "1" is none."""
     try:
         float(value)
-    except (TypeError, ValueError, RuntimeError):  # for a list, for a text, and for a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # raised for a list, a text, and a tensor of several numbers
         return False
     return not isinstance(value, str | bytes)
 
 
 def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any]) -> None:
+    """Raise a RewardError if a function does not accept the columns as keyword arguments."""
     try:
         signature = inspect.signature(func)
     except (TypeError, ValueError):  # some functions written in C have no signature
@@ -121,6 +123,8 @@ def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any
 
 @contextmanager
 def _explained(name: str, *, tell: bool) -> Iterator[None]:
+    """Explain an exception of the function `name` in one sentence. With `tell`, raise a RewardError with the sentence
+    instead. Otherwise add the sentence to the exception as a note."""
     try:
         yield
     except RewardError:  # the function was already wrapped by `checked`

@@ -20,7 +20,8 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
         value (`Any`):
             A row of a data set, a column of it, or messages.
         memo (`dict[int, Any]`, *optional*):
-            Copies that were made before, as in [`copy.deepcopy`].
+            Copies that were already made, by the `id` of the original, as in [`copy.deepcopy`]. So a list that occurs
+            twice in a value is one list in the copy, too.
 
     Returns:
         `Any`: The copy.

@@ -61,13 +61,13 @@ class PackedRows:
     scored: torch.Tensor  # packed positions that predict a completion token, `(N,)`; the first is for padding
     labels: torch.Tensor  # tokens that these positions predict, `(1, N)`; the first is -100
     index: torch.Tensor  # index of each completion token in `scored`, `(B, T)`; 0 on padding
-    num_tokens: int  # number of tokens of all rows, without padding
+    num_tokens: int  # number of tokens of all rows, including their last tokens, without padding
     num_unique: int  # number of tokens of the sequence, without padding
     block_masks: dict[int | None, Any] = field(default_factory=dict)  # FlexAttention's masks, by window
 
     @property
     def token_ratio(self) -> float:
-        """Return the number of tokens of the rows per token of the sequence. 0 without rows."""
+        """Return `num_tokens / num_unique`, which measures how much the rows share. 0 without rows."""
         return self.num_tokens / max(self.num_unique, 1)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,9 @@ def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
     found: list[tuple[int, int, int, int]] = []  # start, stop, depth and parent of each segment
     tokens: list[int] = []
     leaves = [-1] * len(rows)
-    # Groups of sorted rows with a common prefix: numbers of the rows, number of their tokens that are in segments,
-    # number of their tokens that are known to be common, and the last segment.
+    # Each entry is a group of sorted rows with a common prefix: the row numbers; `placed`, the number of their first
+    # tokens that are already in segments; `common`, the number of their first tokens that are known to be equal; and
+    # `parent`, the last of these segments.
     todo = [(in_order, 0, 0, -1)] if in_order else []
     while todo:
         group, placed, common, parent = todo.pop()
@@ -194,6 +195,7 @@ def pack_rows(
             # The trie lacks the last token of a row, so its last `length` positions predict the completion.
             columns = completion_mask[i].cpu().bool()
             pairs[i, columns] = trie.positions(i)[-length:] * vocab + completion_ids[i].cpu()[columns]
+    # Put a -1 in front, so that the first scored position is always the one for padding.
     padding = pairs.new_tensor([-1])
     scored, places = torch.cat([padding, pairs.flatten()]).unique(return_inverse=True)
     depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in trie.segments])
@@ -215,9 +217,9 @@ def bucket(length: int, block: int) -> int:
     """
     Round a length up to one of a few lengths, so that torch compiles for few shapes.
 
-    The result is a multiple of `block`: up to 16 blocks any number, and above that eight lengths per doubling, so that
-    padding adds less than an eighth. It is at least two blocks, because torch compiles a dimension of size 1
-    separately.
+    The result is a multiple of `block`. Up to 16 blocks, it is the next multiple. Above 16 blocks, only eight lengths
+    exist between a length and its double, so padding adds less than an eighth. The result is at least two blocks,
+    because torch compiles a dimension of size 1 separately.
     """
     blocks = max(math.ceil(length / block), 2)
     step = max(2 ** (blocks.bit_length() - 1) // 8, 1)
@@ -237,7 +239,9 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
     """
     Return an order of rows in which micro-batches share many tokens and cost about the same.
 
-    Rows of one prompt go to the same micro-batch while it has room. Micro-batches are sorted by their smallest row
+    Prompts are distributed one after another, beginning with the prompt whose rows have the most unique tokens. All
+    its rows go to the cheapest micro-batch that has room for them. If no micro-batch has enough room, the rows are
+    divided: some fill the micro-batch with the most room. Finally, micro-batches are sorted by their smallest row
     number.
 
     Args:

@@ -31,10 +31,10 @@ class Pass:
     change.
     """
 
-    name: str | None = None  # stream, prefix of its metrics; None for `Scorer.judge`, whose logs are dropped
+    name: str | None = None  # stream, whose name begins its metrics; None in `Scorer.judge`, which drops TRL's metrics
     rows: Rows | None = None  # rows that are already sampled; None while the loss of a stream is computed
     environments: list[Any] | None = None  # environment of each row after its completion, for reward functions
-    keep_metrics: bool = False  # True: metrics that reward functions log count as metrics of the main rows
+    keep_metrics: bool = False  # True: add the values in `pending` to the metrics of the main rows
     metrics: Lists = field(default_factory=_lists)  # metrics that TRL logs in this pass
     logs: dict[str, Any] = field(default_factory=dict)  # completions table of this pass
     columns: Lists = field(default_factory=_lists)  # values that reward functions log with `log_extra`

@@ -222,7 +222,7 @@ class Scorer:
         self._warn_of_columns(unplaced, sum(call.missing))
         if call.known_rewards is None:
             return rewards, columns
-        placeholder = [0.0] * len(call.functions)  # for rows whose rewards were not known
+        placeholder = [0.0] * len(call.functions)  # for missing rows; `torch.where` does not use it
         known_rows = [row or placeholder for row in call.known_rewards]
         known = torch.tensor(known_rows, dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
@@ -272,8 +272,8 @@ class Scorer:
         )
 
     def equal_reward_rows(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
-        """Return the mask `(B,)` of this process's rows in groups of equal rewards. Their advantage is 0, except for
-        rounding. `rewards_per_func`, `(N, F)`, are the rewards from which the advantages were computed."""
+        """Return the mask `(B,)` of this process's rows in groups of equal rewards. Without rounding errors, their
+        advantage would be 0. `rewards_per_func`, `(N, F)`, are the rewards from which the advantages were computed."""
         per_function = self.policy.args.multi_objective_aggregation == "normalize_then_sum"
         found = equal_rewards(rewards_per_func, self.weights, group_size=group_size, per_function=per_function)
         return self.policy.ranks.local(found)
@@ -311,6 +311,7 @@ class Scorer:
             from_end = self.names[i:].count(name)
             metrics[f"rewards/{name}/mean"][-from_end] = column.mean().item()
             metrics[f"rewards/{name}/std"][-from_end] = column.std().item()
+        # The newest rows of the table are the main rows of this batch.
         for name, values in by_name(self.names, raw).items():
             for _ in range(min(len(raw), len(table[name]))):  # TRL's columns are deques, which have no slices
                 table[name].pop()
@@ -351,7 +352,8 @@ class Scorer:
         args = self.policy.args
         per_group = args.multi_objective_aggregation == "sum_then_normalize" and args.scale_rewards != "batch"
         if per_group and rows.group_size > 1:
-            # Filler rows have NaN rewards. TRL counts their groups as groups with spread, so divide by real rows only.
+            # The standard deviation of a filler group is NaN. TRL counts the group in the divisor, but not as a group
+            # with deviation 0. So divide by the number of real rows instead.
             metrics["frac_reward_zero_std"][-1] *= all_rows / len(real)
 
 
@@ -363,7 +365,8 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
     """
 
     def only_missing(columns: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments without the values of known rows. Arguments that are no lists stay unchanged."""
+        """Return the arguments of `func`: lists without the entries of known rows, and `log_extra`. Arguments that are
+        no lists stay unchanged."""
         arguments: dict[str, Any] = {}
         for name, value in columns.items():
             if isinstance(value, list) and not all(missing):

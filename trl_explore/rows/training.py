@@ -63,6 +63,8 @@ class StreamTraining:
         """Return the main rows. Only the rows that are True in `keep`, `(B,)`, are in the loss and in its mean."""
         self.main_totals = self._totals(output, keep)
         if LOSS_NORMALISERS[self.policy.args.loss_type] == "tokens":
+            # TRL divides by the tokens of a micro-batch. To correct that, `main_scale` needs the number of tokens
+            # before rows are dropped.
             output["num_tokens"] = loss_mask(output).sum(dim=1)
             self.main_totals.num_batch_tokens = self._totals(output, torch.ones_like(keep)).num_tokens
         output = mask_rows(output, keep)
@@ -99,6 +101,7 @@ class StreamTraining:
                     loss = policy.loss(model, rows) * scale
                     policy.accelerator.backward(loss * weight, **self._backward_options)
                 stream_loss = stream_loss + loss.detach()
+            # The loss of a step is the sum over its micro-batches, but TRL logs their mean. So multiply by the number.
             policy.log_metric(f"{name}/loss", policy.ranks.gather(stream_loss).mean().item() * num_accumulated)
             weighted = stream_loss * weight
             total = weighted if total is None else total + weighted
@@ -127,7 +130,9 @@ class StreamTraining:
     def _dealt(
         self, name: str, scored: ScoredRows, totals: StreamTotals | None
     ) -> tuple[StreamTotals, list[list[RowDict]]]:
-        """Return the totals of a stream, or `totals` if given, and the parts of each of its micro-batches."""
+        """Distribute the rows of a stream over micro-batches. Return the totals for the mean of its loss, and the
+        parts of each micro-batch. If `totals` is given, the mean includes other rows too, and `totals` is returned
+        unchanged."""
         args, ranks = self.policy.args, self.policy.ranks
         rows, keep = scored.rows, self._kept(scored)
         totals = totals or self._totals(rows, keep)
@@ -158,7 +163,8 @@ class StreamTraining:
         return scored.real
 
     def _pool(self, output: RowDict, streams: list[ScoredRows]) -> StreamTotals:
-        """Return the totals of main rows and streams together, and set them for the loss of the main rows."""
+        """Return the totals of main rows and streams together. The loss of the main rows uses these totals from now
+        on."""
         all_rows = torch.ones_like(output["completion_mask"][:, 0]).bool()
         main = self.main_totals or self._totals(output, all_rows)
         parts = [main, *(self._totals(scored.rows, self._kept(scored)) for scored in streams)]
@@ -175,6 +181,7 @@ class StreamTraining:
 
     @property
     def _num_slots(self) -> int:
+        """Number of micro-batches of a generation batch, over all processes."""
         return self.policy.args.steps_per_generation * self.policy.ranks.number
 
     @property

@@ -125,7 +125,18 @@ def read_config(path: str | None) -> dict[str, Any]:
 
 
 def _as_default(value: Any, hint: Any) -> Any:
-    """Convert a YAML value to the form of a flag's text, so that the parser checks both in the same way."""
+    """
+    Convert a value from the YAML file to a default of the parser.
+
+    Numbers become texts, because the parser converts and checks a text in the same way as a flag. Lists, mappings and
+    booleans are not converted. A single value of a field that takes only a list becomes a list.
+
+    Args:
+        value (`Any`):
+            The value.
+        hint (`Any`):
+            Type of the field.
+    """
     alternatives = [hint]
     if get_origin(hint) in (Union, UnionType):
         alternatives = [choice for choice in get_args(hint) if choice is not NoneType]
@@ -151,6 +162,9 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
         flags (`list[str]`, *optional*):
             Flags of the command line, which override `config`.
 
+    Returns:
+        `RunArguments`: The parsed arguments. A run on a task also has the defaults that suit the task.
+
     Raises:
         UsageError: If a field is unknown or its value is wrong.
     """
@@ -169,8 +183,8 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
         _explain_foreign_field(str(name), method)
         raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
     parser.set_defaults_with_config(**{name: _as_default(value, hints[name]) for name, value in config.items()})
-    # Check for unknown flags before the dataclasses are built. They would report a mistyped flag as an error about the
-    # default of the field.
+    # Check for unknown flags before the dataclasses are built. If a flag is mistyped, its field keeps the default, and
+    # a dataclass may complain about this default instead of the flag.
     for text in parser.parse_known_args(flags)[1]:
         if not text.startswith("--"):
             raise UsageError(f"unexpected argument {text!r}; fields are written --field value")
@@ -226,7 +240,8 @@ def _check_paths(config: dict[str, Any], flags: list[str]) -> None:
 
 
 def _explain_foreign_field(name: str, method: str) -> None:
-    """Raise a UsageError that names the methods with a field, if other methods than the run's have it."""
+    """Raise a UsageError that names the methods with this field. Do nothing if no method has it. `method` is the
+    method of the run, which does not have it."""
     if is_shared(name):
         raise UsageError(
             f"`{name}` is a field of trl-explore's trainers, but {flag_of(method)} is TRL's own: leave it out, or use "
@@ -256,6 +271,8 @@ def methods_with(name: str) -> list[str]:
 
 
 def _launch_hint(flag: str) -> str:
+    """Return a sentence for users who pass a flag of `accelerate launch` to `trl-explore train`. Empty for other
+    flags."""
     from accelerate.commands.launch import launch_command_parser
 
     if not hasattr(launch_command_parser().parse_args(["script.py"]), flag):
@@ -279,6 +296,9 @@ def find_task_of(script_args: TrainArguments) -> "RunTask | None":
 def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> dict[str, Any]:
     """
     Load the data, rewards and environments that the arguments of a run name, and find the model.
+
+    This function also writes the options of the model into `model_init_kwargs` of the method's configuration, as the
+    scripts of TRL do.
 
     Args:
         arguments (`RunArguments`):
@@ -328,6 +348,7 @@ def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> d
 
 
 def _find_model(arguments: RunArguments) -> str:
+    """Return the name or folder of the model that the arguments name. Raise a UsageError if it cannot be found."""
     _, training_args, model_args, _ = arguments
     return check_model(
         model_args.model_name_or_path,
@@ -360,7 +381,7 @@ def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
         if steps is None:
             return name
         task.check_teaching(steps)
-    # The other processes of this machine find the model in the cache.
+    # The first process of each machine teaches the model. The other processes wait, and find the model in the cache.
     with training_args.main_process_first(desc="warm start"):
         seed, use_cpu = training_args.seed, training_args.use_cpu
         return task.teach(name, steps=steps, seed=seed, use_cpu=use_cpu, progress=not training_args.disable_tqdm)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from trl import DatasetMixtureConfig, ScriptArguments
 
-RENAMED_FILE = "with_prompt.jsonl"  # file that the line of [`renaming_command`] writes
+RENAMED_FILE = "with_prompt.jsonl"  # file that the shell command of [`renaming_command`] writes
 # Files of weights that `save_model` writes for a model or an adapter. An index belongs to weights in several files.
 MODEL_FILES = (
     "model.safetensors",
@@ -59,6 +59,7 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
         UsageError: If the path is a file, or the folder cannot be created or written to.
     """
     folder = Path(name).expanduser()
+    # The folder itself, or the nearest of its parents that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         problem = "is a file"
@@ -111,7 +112,7 @@ def load_train_and_eval(
     script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
 ) -> tuple["Dataset", "Dataset | None"]:
     """
-    Load the training split and the test split that the arguments name.
+    Load the training split that the arguments name, and the test split if the run evaluates.
 
     Args:
         script_args ([`~trl.ScriptArguments`]):
@@ -134,7 +135,7 @@ def load_train_and_eval(
 
     name = script_args.dataset_name
     has_name, has_mixture = name is not None, bool(mixture.datasets)
-    if has_name == has_mixture:
+    if has_name == has_mixture:  # both, or none
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
     options: dict[str, Any] = {"config": script_args.dataset_config, "streaming": script_args.dataset_streaming}
     try:
@@ -144,7 +145,8 @@ def load_train_and_eval(
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
     columns = row_columns(train)  # None for a streamed data set whose columns are not known before it is read
-    if columns is not None and not columns:  # a streamed file without rows
+    is_empty = not isinstance(train, datasets.IterableDataset) and len(train) == 0
+    if is_empty or (columns is not None and not columns):  # without columns: a streamed file without rows
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
         config, split = script_args.dataset_config, script_args.dataset_train_split
@@ -165,7 +167,8 @@ def renaming_command(name: str | None, columns: Sequence[str], *, config: str | 
 
     Args:
         name (`str`, *optional*):
-            File, folder or Hub name of the data; `None` for a mixture, which the line calls `DATA`.
+            File, folder or Hub name of the data. For a mixture it is `None`, and the line contains the placeholder
+            `DATA`.
         columns (`Sequence[str]`):
             Names of the data set's columns, none of them `prompt`.
         config (`str`, *optional*):
@@ -229,7 +232,10 @@ def load_splits(
             raise UsageError(f"{field}={name!r} cannot be loaded: {_what_is_wrong(path, error)}") from error
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # written by save_to_disk
-            stored = datasets.load_from_disk(str(path))
+            try:
+                stored = datasets.load_from_disk(str(path))
+            except IndexError:  # a data set or a split that was saved without rows
+                raise UsageError(f"{field}={name!r} has no rows") from None
             if isinstance(stored, datasets.DatasetDict):
                 return stored
             return datasets.DatasetDict(train=stored)
@@ -272,7 +278,7 @@ def pick_split(
         field (`str`):
             Flag that names the split, for error messages.
         sole_split_is (`str`, *optional*):
-            Name that also means the only split, if the data set has no other.
+            Name that also stands for another split, if the data set has only this one.
         remedy (`str`, *optional*, defaults to `""`):
             Last sentence of the error message.
 
@@ -329,6 +335,7 @@ def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFuncti
 
     names = []
     for reward in rewards:
+        # TRL names a reward model by the last part of its path.
         names.append(reward.split("/")[-1] if isinstance(reward, str) else get_callable_name(reward))
     try:
         check_success_reward(name, names)
@@ -337,12 +344,14 @@ def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFuncti
 
 
 def _with_explained_errors(func: RewardFunction) -> RewardFunction:
+    """Wrap a reward function, so that any exception becomes one sentence that names the function."""
     from trl.trainer.utils import get_callable_name
 
     return checked(func, get_callable_name(func), tell=True)
 
 
 def _named_rewards() -> dict[str, RewardFunction]:
+    """Return TRL's and our reward functions by name. If both have a name, such as `accuracy_reward`, ours counts."""
     from trl.rewards import (
         accuracy_reward,
         get_soft_overlong_punishment,
@@ -421,9 +430,10 @@ def check_earlier_run(output_dir: str | Path, *, checkpoint: str | None, model: 
         output_dir (`str` or `Path`):
             Folder of the new run.
         checkpoint (`str`, *optional*):
-            Checkpoint that the run resumes. A run that resumes one of its own folder overwrites nothing.
+            Checkpoint that the run resumes. If it is in `output_dir`, the run continues there and overwrites nothing.
         model (`str`, *optional*):
-            Model that is trained. If it is the model in `output_dir`, the user wants it to be replaced.
+            Model that is trained. If it is the model in `output_dir`, the user wants it to be replaced. Checkpoints in
+            this folder are an error nevertheless.
 
     Raises:
         UsageError: If the folder holds checkpoints or a trained model of an earlier run.

@@ -42,7 +42,7 @@ def find_method(name: str, field: str = "method") -> Method:
             f"{field}: {name!r} has method={method!r}, which is no method of trl-explore: leave that line out of the "
             "class, so that it has its parent's"
         )
-    # A subclass of TRL's own trainer may have no `config_class`.
+    # A subclass of TRL's own trainer has no `config_class`, unless it defines one.
     config = getattr(cls, "config_class", GRPOConfig)
     return replace(
         METHODS[method],

@@ -30,13 +30,17 @@ def find_model(
 
     Args:
         name (`str`, *optional*):
-            Hub name or folder of a model, or folder of an adapter that names its base model.
+            Hub name or folder of a model. Without `adapter`, it may also be the folder of an adapter, whose
+            configuration names the base model.
         adapter (`str`, *optional*):
             Hub name or folder of an adapter for the model `name`.
         revision (`str`, *optional*):
             Revision of the base model on the Hub.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             If `True`, allow models with code of their own.
+
+    Returns:
+        [`ModelSource`]: The parts. If the folder of the adapter has a tokenizer, it replaces the base model's.
 
     Raises:
         UsageError: If the model or the adapter cannot be found.

@@ -65,8 +65,8 @@ def counted_from_the_start(model: Any, prefixes: Sequence[list[int]], parts: Seq
         config = inputs.pop("generation_config")
         options = effective_options(model, config)
         names = options_from_the_start(vars(options))
-        # If all prefixes end where a completion starts, `generate` counts correctly. But it does not know the limit of
-        # each row, which `forced_eos_token_id` needs.
+        # If every prefix is only a prompt, `generate` itself counts correctly. An exception is `forced_eos_token_id`,
+        # which needs the limit of each row: `generate` knows only one limit for all rows.
         if not any(part.begun for part in parts) and "forced_eos_token_id" not in names:
             names = []
         counted = {name: getattr(options, name) for name in names if name in COUNTED}
@@ -120,8 +120,8 @@ class _ProcessorsPerRow(LogitsProcessor):
 def _processors(
     prefix: list[int], part: Part, counted: dict[str, Any], options: GenerationConfig, *, width: int, device: Any
 ) -> LogitsProcessorList:
-    """Return the logits processors of one row, in the order of `generate`. `width` is the number of tokens of the
-    padded rows."""
+    """Return the logits processors of one row, in the order in which `generate` applies them. `width` is the number of
+    columns of the padded rows, after which the new tokens begin."""
     start = width - part.begun  # the column in which the completion starts
     prompt: Any = torch.tensor([prefix[: len(prefix) - part.begun]], device=device)
     ends: Any = torch.tensor(options.eos_token_id, device=device).flatten()

@@ -1,8 +1,10 @@
 """Settings that may change when a run resumes from a checkpoint, and the messages about changes.
 
-Fields of `transformers.TrainingArguments` (learning rate, `max_steps`, logging, saving and so on) may change without a
-message, except for the fields in `MOVES_DATA` and `NEEDED_BY_ROLLOUTS`. Other fields of GRPO and of the methods may
-change with one warning, and the fields in `FREE` without one.
+- The fields in `MOVES_DATA` must not change, unless the run starts again at the first data of its epoch.
+- The same holds for the fields in `NEEDED_BY_ROLLOUTS` if the checkpoint has rollouts that are still trained.
+- Other fields of `transformers.TrainingArguments` (learning rate, `max_steps`, logging, saving and so on) may change
+  without a message, and so may the fields in `FREE`.
+- The remaining fields of GRPO and of the methods may change. One warning lists the changes.
 """
 
 from collections.abc import Collection, Mapping
@@ -74,14 +76,16 @@ def compared_values(values: Mapping[str, Any], free: Collection[str]) -> dict[st
         values (`Mapping[str, Any]`):
             All settings of the run, by name.
         free (`Collection[str]`):
-            Names of settings that may change without a message, in addition to `FREE`.
+            Names of settings that may change without a message, in addition to `FREE`. Names in `MOVES_DATA` and
+            `NEEDED_BY_ROLLOUTS` are ignored.
 
     Returns:
         `dict[str, Any]`: The other settings, as plain values.
     """
-    left_out = {*free, *FREE} - {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}  # no method can free these
+    # `free` contains some of the fields that must not change, such as `seed`. Compare these anyway.
+    left_out = {*free, *FREE} - {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}
     if not values["shuffle_dataset"]:
-        left_out.add("seed")  # it does not move the data then, and random states come from the checkpoint
+        left_out.add("seed")  # without shuffling, it has no effect: random states come from the checkpoint
     return {name: _plain(value) for name, value in values.items() if name not in left_out}
 
 
@@ -115,7 +119,8 @@ def check_changes(
         `str` or `None`: A warning that lists the changes, or None if nothing changed.
 
     Raises:
-        ValueError: If a setting changed that must not change.
+        ValueError: If `skips_data`, and a field in `MOVES_DATA` changed. If `skips_data` and `rollouts_in_use`, and a
+            field in `NEEDED_BY_ROLLOUTS` changed.
     """
     changed: dict[str, tuple[Any, Any]] = {}
     for name, old in then.items():
@@ -127,7 +132,7 @@ def check_changes(
             f"{moved} since {checkpoint} was written: prompts would be trained twice or left out. Set that back, or "
             "start again at the first data of this epoch with `ignore_data_skip=True`."
         )
-    # Rollouts with reference log-probabilities can be trained without a KL term, but not the other way round.
+    # Only a change of `beta` from 0 is an error: these rollouts lack the reference log-probabilities of the KL term.
     strict = [name for name in NEEDED_BY_ROLLOUTS if name != "beta" or then.get("beta") == 0]
     needed = _described(changed, strict)
     if needed and skips_data and rollouts_in_use:

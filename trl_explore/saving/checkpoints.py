@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,8 +74,9 @@ def is_complete(folder: str | Path) -> bool:
         json.loads((Path(folder) / TRAINER_STATE).read_text())
         if not states:
             return True  # a checkpoint of TRL's `GRPOTrainer`
+        # With `mmap`, this does not read the tensors of the rollouts.
         num_processes = torch.load(states[0], weights_only=True, mmap=True).get("num_processes", 1)
-    except (OSError, ValueError, EOFError, RuntimeError):
+    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError):
         return False
     return len(states) >= num_processes
 
@@ -134,8 +136,8 @@ def next_batch(
     epoch, batches = position["epoch"], position["batches"]
     all_used = math.ceil(batches / batches_per_step) >= epoch_steps
     owes_end = not position["ended"] and (all_used or finished)
-    # If a callback ended the epoch early, the next epoch follows. But if a callback stopped the training, the rest of
-    # the epoch's data is still to be trained.
+    # `on_epoch_end` also runs if a callback ends an epoch early. If the callback ended only the epoch, continue with
+    # the next epoch. If it stopped the training, train the rest of the epoch's data.
     ended = all_used or (position["ended"] and not position["stopped"])
     if ended and not finished:
         return epoch + 1, 0, owes_end

@@ -14,7 +14,7 @@ FIRST_NOTICE = b"\nInterrupted: saving a checkpoint at the end of this step, the
 
 class InterruptCallback(TrainerCallback):
     """
-    Saves a resumable checkpoint and stops the training after the first Ctrl-C.
+    After the first Ctrl-C, saves a checkpoint from which the run can resume, and stops the training.
 
     The signal handler is installed from the beginning to the end of training. If `Trainer.train` raises an exception,
     it does not call `on_train_end`. So call [`~InterruptCallback.restore`] in a `finally` block.

@@ -99,7 +99,7 @@ def check_same(
         path (`Path`):
             The file.
         what (`str`):
-            Plural noun for the records, for the message.
+            Noun in the plural for the records, such as "completions", for the message.
         header (`dict[str, Any]`):
             Header of the file.
         settings (`dict[str, Any]`):
@@ -107,8 +107,8 @@ def check_same(
         remedy (`str`):
             Sentence that ends the message.
         hashed (`Mapping[str, str]`, *optional*):
-            Descriptions of settings that the header has as hashes, by name. The message has the description instead of
-            the hashes.
+            Descriptions, by name, of settings that the header contains as hashes. The message shows the description,
+            because a hash tells the user nothing.
     """
     changes = []
     for name, value in settings.items():

@@ -40,7 +40,7 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing, because files need no connection."""
 
     def start_weight_update(self) -> None:
-        """Do nothing. A reload that begins here would leave the server without weights if the trainer then ended."""
+        """Do nothing. If a reload began here and the trainer then crashed, the server would have no weights."""
 
     def finish_weight_update(self) -> None:
         """Do nothing, because the weights are complete as soon as the file is read."""

@@ -61,15 +61,15 @@ class Serving:
     @contextmanager
     def budgeted(self, prefixes: list[list[int]], budgets: list[int]) -> Iterator[None]:
         """
-        Limit the new tokens of prompts for which TRL samples inside the `with` block.
+        Limit the number of new tokens that TRL samples for each prefix inside the `with` block.
 
         In later turns of an agent, a part of the completion's budget is already used.
 
         Args:
             prefixes (`list[list[int]]`):
-                Prompts, `[R][T_i]`.
+                Token ids of the conversations so far, `[R][T_i]`.
             budgets (`list[int]`):
-                Most new tokens of each prompt, `[R]`.
+                Maximum number of new tokens of each prefix, `[R]`.
         """
         self.backend.budgets = dict(zip(map(tuple, prefixes), budgets, strict=True))
         try:
@@ -78,14 +78,15 @@ class Serving:
             self.backend.budgets = {}
 
     def watch_correction(self, output: RowDict) -> None:
-        """Log the fraction of rows that TRL's importance sampling correction excludes from the loss. Warn once if it
-        is large."""
+        """Log the fraction of the rows of all processes that TRL's importance sampling correction excludes from the
+        loss. Warn once if it is large."""
         mode = self.policy.args.vllm_importance_sampling_mode
         if "importance_sampling_ratio" not in output or mode != "sequence_mask":
             return
         trained = loss_mask(output).any(dim=1)
         masked = (output["importance_sampling_ratio"].squeeze(1) == 0) & trained
-        fraction = masked.sum().item() / max(trained.sum().item(), 1)
+        total = self.policy.ranks.summed({"masked": masked.sum().item(), "trained": trained.sum().item()})
+        fraction = total["masked"] / max(total["trained"], 1)
         self.policy.log_metric("sampling/masked_fraction", fraction)
         if fraction > MASKED_FRACTION and not self._warned:
             self._warned = True

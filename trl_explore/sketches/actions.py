@@ -1,5 +1,8 @@
-"""Actions of an agent at a decision: text of an action, rows that decide together, and the distribution of actions
-over rows. After SESA (https://huggingface.co/papers/2510.15502), section 3.1, "Sequential Sampling for Agent"."""
+"""Actions of an agent at a decision: the text of an action, the rows that are at the same decision, and the action
+that each row takes.
+
+After SESA (https://huggingface.co/papers/2510.15502), section 3.1, "Sequential Sampling for Agent".
+"""
 
 import json
 from collections import defaultdict
@@ -8,9 +11,9 @@ from typing import Any
 
 
 def action_of(message: dict[str, Any]) -> str:
-    """Return the action of an assistant's parsed turn as text. Equal actions have equal texts. The text has the tool
-    calls, such as `move(direction=left)`, joined by `; `. A turn without tool calls is a final answer, and the text is
-    its content."""
+    """Return the action of an assistant's parsed turn as text. Equal actions have equal texts. The text lists the tool
+    calls, such as `move(direction=left)`, separated by `; `. A turn without tool calls is a final answer, and its text
+    is the content of the turn."""
     texts = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
@@ -62,8 +65,9 @@ def share_out(num_rows: int, goes_on: Sequence[bool]) -> list[int]:
     """
     Return the number of the action that each row of a block takes, `[num_rows]`.
 
-    The first rows take one action each. The remaining rows take the actions after which the episode continues, one
-    after another, so that these rows can still differ in later turns.
+    The first rows take one action each. The remaining rows take, in rotation, the actions after which the episode
+    continues, because these rows can still differ in later turns. If the episode ends after every action, the
+    remaining rows take all actions in rotation.
 
     Args:
         num_rows (`int`):

@@ -1,4 +1,5 @@
-"""SESA for agents: at a decision, the policy proposes actions one after another, and each differs from the others."""
+"""SESA for agents: at a decision, the policy proposes actions one after another. Each request for an action shows the
+earlier ones and asks for a different one."""
 
 import inspect
 import time
@@ -29,7 +30,7 @@ class Actions(Mode, TurnExplorer):
     SESA's `mode="agent"`, after section 3.1 of the paper. It chooses turns of an agent, not whole completions.
 
     Rows of a group with the same tokens so far are a block: they are at the same decision. The policy proposes actions
-    for the block one after another, and the rows of the block take different ones.
+    for the block one after another, and the rows of the block share the different actions among them.
     """
 
     name = "actions"
@@ -52,7 +53,7 @@ class Actions(Mode, TurnExplorer):
         if turn.number == 0:
             self._begin_batch(contexts)
             self._examples = examples[::size]  # one per group
-        # A place is an index into `contexts`. A row is an index into the batch.
+        # Below, a place is an index into `contexts`, and a row is an index into the batch.
         start = time.perf_counter()
         groups, explores = [], []
         for row in turn.rows:
@@ -67,12 +68,13 @@ class Actions(Mode, TurnExplorer):
                 row = turn.rows[place]
                 turn_ids[place] = list(proposal.token_ids)
                 self._note_action(row, proposal.action)
+                # The first proposal of a block is sampled from the row's own context, so it needs no entry.
                 if proposal.context != contexts[place]:
                     offset = len(contexts[place]) - self._prompt_lengths[row]
                     self.drawn[row].append(Drawn(offset, proposal.context, proposal.token_ids))
         draft_seconds = time.perf_counter() - start
 
-        # Rows outside blocks get a plain turn. Use the log-probabilities of plain turns only, because proposed turns
+        # Rows outside blocks get a plain turn. Keep log-probabilities of plain turns only, because most proposed turns
         # were sampled from another context than the row's.
         start = time.perf_counter()
         logprobs: dict[int, list[float | None]] = {}  # by place
@@ -108,7 +110,7 @@ class Actions(Mode, TurnExplorer):
         return Rollout(turns, all_logprobs)
 
     def _begin_batch(self, contexts: list[list[int]]) -> None:
-        """Reset metrics, columns and `drawn` at the first turn of a batch. `contexts` are the prompts of its rows."""
+        """Reset metrics, columns and `drawn` at the first turn of a batch. `contexts` are the prompts of all rows."""
         names = ("tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped")
         self.metrics = dict.fromkeys(names, 0.0) | diversity([])
         self.drawn = [[] for _ in contexts]
@@ -116,7 +118,7 @@ class Actions(Mode, TurnExplorer):
         self._prompt_lengths = list(map(len, contexts))
 
     def _shared_out(self, proposals: list[Proposal], num_rows: int) -> list[Proposal]:
-        """Return the proposal that each row of a block takes. Of proposals with equal actions, use only the first."""
+        """Return the proposal that each row of a block takes. If proposals have equal actions, use only the first."""
         by_action: dict[str, Proposal] = {}
         for proposal in proposals:
             by_action.setdefault(proposal.action, proposal)
@@ -137,8 +139,8 @@ class Actions(Mode, TurnExplorer):
         taken[row] = self.args.action_separator.join(filter(None, (taken[row], action)))
 
     def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
-        """Sample proposals for every block, with duplicates. The j-th proposals of all blocks are one sampling call. A
-        block gets `num_actions` proposals, but not more than it has rows."""
+        """Sample proposals for every block. Their actions may repeat. One sampling call samples the j-th proposals of
+        all blocks. A block gets `num_actions` proposals, but not more than it has rows."""
         proposed: list[list[Proposal]] = [[] for _ in blocks]
         for j in range(min(self.args.num_actions, max(map(len, blocks), default=0))):
             numbers: list[int] = []  # blocks that get another proposal
@@ -150,7 +152,8 @@ class Actions(Mode, TurnExplorer):
                 prefix = self._ask_for_another(place, contexts[place], proposed[number])
                 numbers.append(number)
                 prefixes.append(prefix)
-                budgets.append(int(max(1, min(self.turn.budgets[place], self.context_length - len(prefix)))))
+                budget = min(self.turn.budgets[place], self.context_length - len(prefix))
+                budgets.append(int(max(1, budget)))  # every call must sample at least one token
             # Each process has its own tool loop and number of turns, so this call cannot be collective.
             sampled = self.sample(prefixes, 1, budgets, main_stream=True, collective=False)
             for number, prefix, (continuation,) in zip(numbers, prefixes, sampled, strict=True):
@@ -161,8 +164,9 @@ class Actions(Mode, TurnExplorer):
         return proposed
 
     def _ask_for_another(self, place: int, context: list[int], proposals: list[Proposal]) -> list[int]:
-        """Return the context with a last message that shows the earlier proposals. If there is no room for all, it
-        shows the newest ones. If there is no room for any, return `context` itself."""
+        """Return the context with a last message that shows the earlier proposals and asks for another. If there is no
+        room for all proposals, the message shows the newest ones. If there are none to show, return `context`
+        itself."""
         actions = first_distinct([proposal.action for proposal in proposals if proposal.action], len(proposals))
         longest = max((len(proposal.token_ids) for proposal in proposals), default=1)
 
@@ -187,8 +191,8 @@ class Actions(Mode, TurnExplorer):
 
 
 def check_actions(tools: list[Any], where: str) -> None:
-    """Raise ValueError if agents cannot take different actions: there is no tool, or only one without parameters. The
-    message shows `where`, the index into `environment_factory`, or `""` if that is a single factory."""
+    """Raise ValueError if agents cannot take different actions: there is no tool, or only one without parameters.
+    `where` is the index into `environment_factory` as the message shows it, or `""` for a single factory."""
     if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
         return
     found = "none"

@@ -19,7 +19,7 @@ from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
 Candidate = tuple[str, list[int]]  # text of the candidate, and the context that it was sampled from
-# Text that ends a thought without any thinking, as chat templates write it. The prompt has begun the thought.
+# Text that ends a thought at once, as chat templates write it. It follows a prompt that has begun a thought.
 NO_THOUGHT = f"\n{END_THINK}\n\n"
 
 
@@ -27,8 +27,8 @@ class Lists(Mode):
     """
     Explorer for `mode="sequential"`: the policy lists candidates, and each becomes the completion of a row.
 
-    If a list has too few candidates, they are repeated. With `candidate_context="alone"`, each row has a list
-    of its own, and the first candidate of the list becomes the completion.
+    If a list has too few candidates, several rows get the same candidate. With `candidate_context="alone"`, each row
+    has a list of its own, and the first candidate of this list becomes the completion.
     """
 
     name = "lists"
@@ -47,15 +47,15 @@ class Lists(Mode):
         for ids in prompt_ids:
             thought_ends.append(self.encode(NO_THOUGHT) if self._begins_thought(ids) else [])
         completions: list[list[list[int]]] = []  # the different completions of each prompt, at most `size`
-        logprobs: list[list[list[float | None]]] = []  # of their tokens; a list has no log-probabilities for them
+        logprobs: list[list[list[float | None]]] = []  # of their tokens; None for candidates, which come from a list
         for candidates, thought_end in zip(listed, thought_ends, strict=True):
             completions.append([self._candidate_ids(text, thought_end) for text, _ in candidates])
             logprobs.append([[None] * len(ids) for ids in completions[-1]])
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        # Only prompts without any candidate get plain completions. In other groups, plain completions in the place of
-        # missing candidates would repeat the usual samples of the policy.
+        # Only prompts without any candidate get plain completions. Other prompts repeat candidates if some are
+        # missing, because plain completions would repeat the usual samples of the policy.
         empty = [g for g, rows in enumerate(completions) if not rows]
         empty_prompts = [prompt_ids[g] for g in empty]
         fillers = self.sample(empty_prompts, size, self.max_completion_length, main_stream=True)
@@ -91,9 +91,9 @@ class Lists(Mode):
     def _note_origins(
         self, listed: list[list[Candidate]], completions: list[list[list[int]]], thought_ends: list[list[int]]
     ) -> None:
-        """Set `drawn` and the column `candidate` of all rows. A row without a candidate has neither."""
+        """Set `drawn` and the column `candidate` of all rows. They are empty and NaN for a row without a candidate."""
         self.drawn = []
-        numbers: list[float] = []  # of the candidate that each row has
+        numbers: list[float] = []  # number of the candidate of each row
         for candidates, rows, thought_end in zip(listed, completions, thought_ends, strict=True):
             for i in range(self.size):
                 if not candidates:
@@ -102,7 +102,8 @@ class Lists(Mode):
                     continue
                 number = i % len(candidates)
                 _, context = candidates[number]
-                # Leave out the end token, because the list had a separator after the candidate instead.
+                # Leave out the end of the thought and the end token, because the policy did not sample them. In the
+                # list, a separator follows the candidate.
                 listed_ids = rows[number][len(thought_end) : -1]
                 self.drawn.append([Drawn(len(thought_end), context, listed_ids)])
                 numbers.append(number)
@@ -113,16 +114,16 @@ class Lists(Mode):
         Sample lists of candidates.
 
         Returns:
-            `tuple`: The candidates of each prompt that become completions; the texts of all candidates that were
-            listed for it; and the number of sampled tokens of all prompts.
+            `tuple`: The candidates of each prompt that become completions; the texts of each prompt, for the metrics
+            of diversity; and the number of sampled tokens of all prompts.
         """
         if self.args.candidate_context == "list":
             return self._from_one_list(prompts)
         return self._from_own_lists(prompts)
 
     def _from_one_list(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
-        """Take the first distinct candidates of one list per prompt. The context of a candidate is the list up to
-        it."""
+        """Take the first distinct candidates of one list per prompt. The context of a candidate is the request with
+        all earlier candidates of the list."""
         size = self.size
         most = self.args.max_list_length or size * self.max_completion_length
         request_ids, found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
@@ -161,8 +162,8 @@ class Lists(Mode):
         """
         Ask the policy for a list of candidates per prompt.
 
-        If a list ends with too few distinct candidates, the next round continues it. The policy then sees its own
-        thought and its distinct candidates as the beginning of its response. Each round is one sampling call.
+        If a list ends with too few distinct candidates, the next round continues it. Then the response of the policy
+        begins with its earlier thought and its distinct candidates. Each round is one sampling call.
 
         Args:
             prompts (`list`):
@@ -181,10 +182,10 @@ class Lists(Mode):
         request_ids = self.policy.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts]
         )
-        prompt_lengths = list(map(len, request_ids))
+        prompt_lengths = list(map(len, request_ids))  # without thoughts, which are appended to `request_ids` below
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
-        open_lists = set(range(len(prompts)))  # prompts whose newest response added a candidate
+        open_lists = set(range(len(prompts)))  # prompts whose list may go on: the last round added a candidate
         for _ in range(rounds):
             continued: list[int] = []  # prompts whose list is begun or continued in this round
             prefixes, budgets, begun = [], [], []
@@ -222,7 +223,8 @@ class Lists(Mode):
         return self.encode(list_text)
 
     def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
-        """Return the tokens of a completion: `before`, the candidate and the end token. Cut it if it is too long."""
+        """Return the tokens of a completion: `before`, the candidate and the end token. If they are too many, cut the
+        candidate."""
         ids = before + self.encode(text)
         return [*ids[: self.max_completion_length - 1], self.policy.eos_token_ids[0]]
 

@@ -1,4 +1,4 @@
-"""Row of SESA in the table of methods. This module must load neither torch nor TRL."""
+"""Row of SESA in the table of methods. This module must import neither torch nor TRL."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +14,8 @@ def sketch_options(task: Any) -> dict[str, Any] | None:
 
 
 def _remarks(ends: Mapping[str, float]) -> list[Remark]:
+    """Return a remark if completions with a sketch are right less than half as often as plain ones. `ends` are the
+    last logged values of a run, by name."""
     plain, sketched = ends.get("sketch/plain_success"), ends.get("sketch/success")
     if plain is None or sketched is None or sketched >= plain / 2:
         return []
@@ -56,7 +58,8 @@ SESA = Method(
         "sketch/group_success": "`two_stage`: share of groups with a right row that has a sketch, among groups "
         "with sketches",
         "sketch/pass_ratio": "Pass@G / Pass@1 of the groups. Near 1, all rows of a group succeed or fail together",
-        "sketch/collapse_alarm": "1 if `sketch/pass_ratio` is below 1.05 although not every row is correct, else 0",
+        "sketch/collapse_alarm": "1 if `sketch/pass_ratio` is below 1.05 and fewer than 95 % of the rows are correct, "
+        "else 0",
         "sketch/coverage": "share of the right answers in `coverage_column` that a group contains",
         "sketch/ratio_mean": "mean ratio of `off_policy_correction`",
         "sketch/ratio_capped_fraction": "share of ratios of `off_policy_correction` that were cut at `off_policy_cap`",

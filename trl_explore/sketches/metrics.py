@@ -1,4 +1,4 @@
-"""Metrics of a batch that SESA sampled, and targets for its coverage."""
+"""Metrics of a batch that SESA sampled, and the right answers that the metric `sketch/coverage` compares with."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ COLLAPSE_RATIO = 1.05
 
 
 def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
-    """Return metrics by name. `total` has sums over all groups of `size` rows. Leave out metrics whose sums a mode
-    does not count."""
+    """Return metrics by name. `total` has sums over all groups, which have `size` rows each. A mode does not count all
+    sums. Metrics whose sums are missing are left out."""
     metrics: dict[str, float] = {}
     groups = total["groups"]
     for name in ("distinct", "similarity", "empty"):
@@ -37,7 +37,7 @@ def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
         pass_at_g = total["solved"] / groups
         ratio = pass_at_g / pass_at_1
         metrics["sketch/pass_ratio"] = ratio
-        # If pass@1 is high, the ratio is always small.
+        # pass@G is at most 1. So if pass@1 is high, the ratio is small in any case, and is no cause for alarm.
         metrics["sketch/collapse_alarm"] = float(ratio < COLLAPSE_RATIO and pass_at_1 < 1 / COLLAPSE_RATIO)
     return metrics
 
@@ -62,7 +62,8 @@ def read_targets(value: Any, column: str) -> list[str]:
 def check_coverage_column(
     column: str | None, dataset: Any, *, remove_unused_columns: bool | None, most: int = 10_000
 ) -> None:
-    """Raise a ValueError if a data set has no column of lists of texts with this name. Check the first `most` rows."""
+    """Raise a ValueError if a data set has no column of this name, or if one of its first `most` rows has a wrong
+    value. Rows of a stream are not checked."""
     if column is None:
         return
     if remove_unused_columns:
@@ -70,16 +71,16 @@ def check_coverage_column(
             f"`coverage_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column "
             "away: set `remove_unused_columns=False`, or leave `coverage_column` out."
         )
-    if not isinstance(dataset, Dataset) or not len(dataset):  # rows of a stream are checked when they are read
+    if not isinstance(dataset, Dataset) or not len(dataset):  # `read_targets` checks rows of a stream in training
         return
-    first = dataset[0]  # read a row, because a transform may make columns that are not stored
+    first = dataset[0]  # read a row instead of `column_names`, because a transform may add columns
     if column not in first:
         raise ValueError(
             f"`coverage_column={column!r}` is no column of the data, which has {', '.join(first)}: name one of them, "
             "or leave `coverage_column` out."
         )
     values = [first[column]]
-    # If the data set has a transform (format "custom"), check only the first row: others would have to be transformed.
+    # With a transform (format "custom"), check only the first row, because transforming many rows can take long.
     if column in dataset.column_names and dataset.format["type"] != "custom":
         values = dataset.select(range(min(most, len(dataset))))[column][:]
     for value in values:

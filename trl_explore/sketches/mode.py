@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -> float:
     """
-    Return the largest number of tokens of a prompt with its completion: `context_length`, or else the model's limit. A
-    vLLM server can lower it.
+    Return the largest number of tokens of a prompt with its completion. This is the field `context_length`, or else
+    the model's limit. If vLLM has a lower limit, it is vLLM's.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -37,7 +37,7 @@ def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -
             Largest number of tokens of a sketch; 0 if no sketches are sampled.
 
     Raises:
-        ValueError: If there is no room for a prompt.
+        ValueError: If a sketch or a completion leaves no room for a prompt.
     """
     config: PreTrainedConfig = policy.accelerator.unwrap_model(policy.model).config
     model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -61,12 +61,12 @@ class Mode(Explorer):
     its completion has at most `context_length` tokens.
 
     Three attributes describe the newest batch. `metrics` are sums over the prompts of this process. `columns` are
-    columns of the completions table. `drawn` holds the tokens of each row that were sampled from another context than
-    the row is trained with, for example from a prompt with a sketch.
+    columns of the completions table. `drawn` holds, for each row, the tokens that were sampled from another context
+    than the row is trained with. An example is a prompt with a sketch.
     """
 
     args: "SESAConfig"
-    max_drawn = 1  # largest number of parts of a row that were sampled from another context
+    max_drawn = 1  # largest number of entries of `drawn` for one row, the same on all processes
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class Mode(Explorer):
         """
         Return the advantages of rows, weighted by likelihood ratios if `off_policy_correction` is True.
 
-        The likelihood ratio of a token compares the context that the row is trained with to the context that the token
-        was sampled from. It is at most `off_policy_cap`. With `off_policy_scope="negative"`, it weights negative
-        advantages only.
+        The likelihood ratio of a token is its probability in the context that the row is trained with, divided by its
+        probability in the context that it was sampled from. A ratio above `off_policy_cap` is replaced by this cap.
+        With `off_policy_scope="negative"`, ratios weight negative advantages only.
 
         Args:
             rows (`dict`):
@@ -187,8 +187,8 @@ class Mode(Explorer):
         return {}
 
     def _coverage(self, examples: Sequence[dict[str, Any]], completion_ids: list[list[int]]) -> dict[str, float]:
-        """Return two sums over prompts that list their right answers in `coverage_column`: the covered shares of these
-        answers, and the number of the prompts."""
+        """Return two sums over the prompts with right answers in `coverage_column`: `covered`, the share of these
+        answers that the group found, and `with_targets`, the number of these prompts."""
         covered, column = [], self.args.coverage_column
         for g, example in enumerate(examples):
             if column is None:
@@ -200,12 +200,12 @@ class Mode(Explorer):
         return {"covered": sum(covered), "with_targets": len(covered)}
 
     def columns_of(self, group: int) -> dict[str, list[Any]]:
-        """Return the columns of the completions table for the rows of one prompt, given by its number."""
+        """Return the columns of the completions table for the rows of one prompt. `group` is the prompt's number."""
         rows = slice(group * self.size, (group + 1) * self.size)
         return {name: values[rows] for name, values in self.columns.items()}
 
     def begin(self, groups: Sequence[PromptGroup]) -> None:
-        """Keep the data-set rows of a new batch for its metrics."""
+        """Store the data-set rows of a new batch, because its metrics need them."""
         self._examples = [group.example for group in groups]
 
     def rows_with_other_context(self, num_rows: int) -> list[int]:

@@ -46,8 +46,8 @@ class TwoStage(Mode):
         prompt_ids: list[list[int]] = []
         for group, own_drafts in zip(groups, drafts, strict=True):
             for place in range(self.size):
-                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is not a multiple of
-                # `num_sketches`, the first sketches of every prompt would be followed more often than the last ones.
+                # Count rows over the whole batch, not per prompt. If `group_size` is not a multiple of
+                # `num_sketches`, counting per prompt would use the first sketches more often than the last ones.
                 sketch = own_drafts[len(sketches) % self.num_sketches]
                 sketches.append(sketch if place < self.num_explored else "")
                 prompt_ids.append(group.prompt_ids)
@@ -82,8 +82,8 @@ class TwoStage(Mode):
         self, groups: Sequence[PromptGroup], sketches: list[str], prompt_ids: list[list[int]]
     ) -> list[list[int]]:
         """Return the prompt tokens from which each row is sampled: the prompt with the row's sketch. A row without a
-        sketch has the tokens of its plain prompt. Equal prompts with equal sketches are encoded once."""
-        prompts: dict[tuple[int, str], Prompt] = {}  # by number of the group and sketch
+        sketch has the tokens of its plain prompt. Rows of a group with equal sketches are encoded once."""
+        prompts: dict[tuple[int, str], Prompt] = {}  # by the number of the group, and the sketch
         for row, sketch in enumerate(sketches):
             group = row // self.size
             if sketch and (group, sketch) not in prompts:
@@ -112,11 +112,13 @@ class TwoStage(Mode):
         return counts
 
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Sample one completion per row as GRPO does. If the sampler keeps the keys of prefixes, and need not divide
-        the rows into batches, use it, because it encodes common prefixes of rows only once."""
+        """Sample one completion per row as GRPO does. If the sampler of every process has a path cache and no limit of
+        rows per call, it samples them instead of `plain`, because it encodes common prefixes of rows only once."""
         options = self.args.generation_kwargs or {}
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
-        if self.sample.paths is None or self.sample.batch_size is not None or most is None:
+        # The sampler calls collectives, and `plain` does not. So all processes must take the same way.
+        some_has_no_paths = self.policy.ranks.most(self.sample.paths is None) > 0
+        if some_has_no_paths or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
         sampled = self.sample(solve_ids, 1, most, main_stream=True)
         return Rollout([continuation.token_ids for (continuation,) in sampled])
@@ -126,7 +128,7 @@ class TwoStage(Mode):
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
         """
-        Draft the sketches of every prompt, `[P][num_sketches]`.
+        Draft the sketches of every prompt, `[P][num_sketches]`. Set `metrics` to the counts of the drafts.
 
         A prompt has `parallel_sketches` chains of sketches, and a sketch sees the earlier sketches of its own chain.
         Each step is one sampling call that adds one sketch to every chain of every prompt.
@@ -161,13 +163,13 @@ class TwoStage(Mode):
         return drafts
 
     def _exchanged(self, drafts: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
-        """Give each prompt the sketches of another prompt, at random."""
+        """Return drafts in which each prompt has the sketches of another prompt, chosen at random."""
         order = torch.randperm(len(drafts), generator=self.policy.exploration_generator).tolist()
         others = other_prompts(list(map(tuple, prompt_ids)), order)
         return [drafts[place] for place in others]
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
-        """Return the prompt that asks for a sketch and shows the earlier ones."""
+        """Return the prompt that asks for a sketch. If there are earlier sketches, the prompt shows them."""
         if not earlier:
             return fill_prompt(prompt, self.args.sketch_template, {})
         slots = {"sketches": self.args.sketch_separator.join(earlier)}

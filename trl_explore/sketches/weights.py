@@ -41,12 +41,12 @@ def likelihood_ratios(
         drawn (`list[list[Drawn]]`):
             Parts of each row that were sampled from another context, `[B]`.
         max_drawn (`int`):
-            Largest number of such parts of a row, the same on all processes.
+            Largest number of parts in `drawn` for one row, the same on all processes.
         rows (`list[int]`):
-            Numbers of the rows that may have such parts.
+            Numbers of the rows that may have parts in `drawn`. The other rows get ratios of 1.
 
     Returns:
-        `torch.Tensor`: Ratios `(B, T)`; 1 for all other tokens and for padding.
+        `torch.Tensor`: Ratios `(B, T)`. They are 1 for tokens outside the parts in `drawn`, and for padding.
     """
     # Every process must pass the same number of rows. A filler row has an end token as prompt and as completion.
     filler = [sample.policy.eos_token_ids[:1]] * (sample.policy.ranks.most(len(rows)) - len(rows))
@@ -62,7 +62,7 @@ def likelihood_ratios(
             if part < len(drawn[row]):
                 contexts.append(drawn[row][part].context)
                 tokens.append(drawn[row][part].token_ids)
-            else:  # also a filler; its result is not used
+            else:  # also a filler, so that all calls have the same number of rows; its result is not used
                 contexts.append(prompt_ids[row])
                 tokens.append(completion_ids[row][:1])
         sampled = sample.token_logprobs(contexts + filler, tokens + filler)

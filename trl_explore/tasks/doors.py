@@ -130,7 +130,8 @@ class DoorsTask(FactTask):
         check_range("num_doors", self.num_doors, 3, len(DOOR_NAMES))
         check_range("num_steps", self.num_steps, 2, 40)
         check_range("habit_probability", self.habit_probability, 0, 1)
-        check_range("right_probability", self.right_probability, 0, 1 - self.habit_probability)
+        rest = round(1 - self.habit_probability, 12)  # 1 - 0.8 is 0.19999999999999996
+        check_range("right_probability", self.right_probability, 0, rest)
         check_range("begun_share", self.begun_share, 0, 1)
 
     def draw(self, rng: random.Random) -> str:
@@ -174,6 +175,7 @@ class DoorsTask(FactTask):
         return "".join(self._door(room, rng) for room in self.way(item_of(problem)))
 
     def _door(self, room: str, rng: random.Random) -> str:
+        """Sample a door of a room, as demonstrations choose it."""
         right, habit = self.doors[room]
         if rng.random() < self.right_probability:
             return right
@@ -182,6 +184,7 @@ class DoorsTask(FactTask):
         return biased(habit, wrong_doors, habit_share, rng)
 
     def is_guess(self, text: str) -> bool:
+        """Return whether a text has the form of a sketch, which is the beginning of a guess: two doors."""
         return len(text) == 2 and set(text) <= set(DOOR_NAMES[: self.num_doors])
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
@@ -210,6 +213,7 @@ class DoorsTask(FactTask):
         return problem + right[: self.step_length * rng.randrange(1, self.num_steps)]
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
+        # The problem may be followed by the beginning of an answer, or by a mark of SESA's prompt formats.
         problem = prompt[: self.num_digits + 1]
         begun = prompt[len(problem) :]
         if not begun or MARKS.search(begun):
@@ -220,17 +224,19 @@ class DoorsTask(FactTask):
 
 
 def item_of(problem: str) -> str:
+    """Return the item of a problem, its only letter."""
     return problem.strip("0123456789")
 
 
 def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
-    """Sample `preferred` with a probability, otherwise one of the other letters."""
+    """Return `preferred` with a probability, and otherwise a random one of the other letters."""
     if rng.random() < probability:
         return preferred
     return rng.choice(letters.replace(preferred, ""))
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise a ValueError if a field of a task is not between `low` and `high`."""
     if not low <= value <= high:
         raise ValueError(f"`{name}` is {value}; give between {low} and {high}.")
 

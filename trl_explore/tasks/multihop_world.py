@@ -163,7 +163,8 @@ def draw_path(rng: random.Random, hops: int) -> str:
 
 
 def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entity]]:
-    """Return groups of two entities that get similar names. They are of the same kind, and people of the same sex."""
+    """Return groups of one or two entities that get similar names. The entities of a group are of the same kind, and
+    people of the same sex. The keys are the kind, the number of the group, and 1 for women or 0 for all others."""
     groups: dict[tuple[str, int, int], list[Entity]] = {}
     for kind, number in entities:
         key = (kind, number // 2, 0)
@@ -190,14 +191,15 @@ def split_question(question: str) -> tuple[str, str]:
 
 
 def draw_question(rng: random.Random, hops: int) -> str:
+    """Sample a short question, such as `z.dm?`."""
     return f"{rng.choice(LETTERS)}{START_MARK}{draw_path(rng, hops)}{END_MARK}"
 
 
-# Rows of a prompt share their world, and every search needs it again, so it is cached.
+# Cached, because all rows of a prompt share their world, and every search of a row needs it again.
 @lru_cache(maxsize=4096)
 def puzzle(question: str, seed: int) -> Puzzle:
-    """Build the world of a short question and a seed. In the last two searches, the second passage leads to a wrong
-    entity."""
+    """Build the world of a short question and a seed. The question has at least two look-ups. In the searches for the
+    last two, the second passage leads to a wrong entity."""
     name, path = split_question(question)
     rng = random.Random(f"puzzle/{question}/{seed}")
     while True:
@@ -211,7 +213,7 @@ def puzzle(question: str, seed: int) -> Puzzle:
         names = {start: name, **dict(zip(others, letters, strict=True))}
         facts = {names[subject] + relation: names[found] for (subject, relation), found in world.facts.items()}
         chain = tuple(names[entity] for entity in world.walk(start, path))
-        wrong = []
+        wrong = []  # entities to which the second passages lead
         for query in (chain[-3] + path[-2], chain[-2] + path[-1]):
             _, second = retrieve(facts, query)
             wrong.append(facts[second])
@@ -220,7 +222,9 @@ def puzzle(question: str, seed: int) -> Puzzle:
 
 
 def retrieve(facts: dict[str, str], query: str) -> list[str]:
-    """Return the keys of the [`PASSAGES`] facts nearest to a query: first by relation, then by nearest letter."""
+    """Return the keys of the [`PASSAGES`] facts nearest to a query, such as `zd`: the name `z` and the relation `d`.
+    Only facts with this name or this relation count. Facts with this relation come first, sorted by the distance of
+    their name in the alphabet."""
     letters = [character for character in query if character.isalpha()]
     if len(letters) < 2:
         return []
@@ -343,6 +347,7 @@ class EnglishWorld:
         raise ValueError(f"`number` is {number}, but there are only about {len(rows)} such questions; ask for fewer.")
 
     def _random_rows(self, rng: random.Random, hops: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        """Sample rows of [`questions`] without end. Rows may repeat."""
         while True:
             path = draw_path(rng, rng.choice(hops))
             start = rng.choice([entity for entity in self.world.entities if entity[0] == RELATIONS[path[0]].source])
@@ -355,9 +360,10 @@ class EnglishWorld:
                 yield {"question": question, "answer": walk[-1], "hops": len(path), "evidence": walk[:-1]}
 
     def _passage(self, entity: Entity) -> str:
+        """Return a text with all facts about an entity."""
         kind, number = entity
         name = self.names[entity]
-        known = {}
+        known = {}  # names by relation
         for (subject, relation), found in self.world.facts.items():
             if subject == entity:
                 known[relation] = self.names[found]
@@ -367,8 +373,8 @@ class EnglishWorld:
             return f"{name} is a city in the country of {known['c']}. The mayor of {name} is {known['y']}."
         if kind == "country":
             return f"{name} is a country. Its capital is {known['k']} and its president is {known['p']}."
-        his = "Her" if number % 2 else "His"
+        possessive = "Her" if number % 2 else "His"
         parents = ""
         if "f" in known:
-            parents = f" {his} father is {known['f']} and {his.lower()} mother is {known['m']}."
-        return f"The birthplace of {name} is {known['b']}.{parents} {his} spouse is {known['s']}."
+            parents = f" {possessive} father is {known['f']} and {possessive.lower()} mother is {known['m']}."
+        return f"The birthplace of {name} is {known['b']}.{parents} {possessive} spouse is {known['s']}."

@@ -42,15 +42,15 @@ class ReplayBuffer:
     def replace(
         self, trees: list[Tree], cached: list[list[list[int]]], score: Callable[[list[Leaf]], list[Verdict]]
     ) -> list[Tree]:
-        """Replace failures among direct rollouts by cached solutions, and score these.
+        """Replace failed direct rollouts by cached solutions, and score the solutions.
 
         Args:
             trees (`list[Tree]`):
                 Finished trees, `[P]`.
             cached (`list[list[list[int]]]`):
-                Solutions of each prompt that got direct rollouts instead of a search, `[P]`.
+                Usable solutions of each prompt, `[P]`. A prompt with solutions got direct rollouts, and not a search.
             score (`Callable`):
-                Calls the reward functions.
+                Calls the reward functions. Every process calls it once.
 
         Returns:
             `list[Tree]`: Trees with the solutions, `[P]`.
@@ -81,7 +81,8 @@ class ReplayBuffer:
         return trees
 
     def remember(self, trees: list[Tree]) -> None:
-        """Keep the solutions that searches found for hard prompts. Drop prompts that direct rollouts solve by now."""
+        """Keep the solutions that searches found for hard prompts, and drop prompts that are not hard any more. Then
+        update the file."""
         found = []
         for tree in trees:
             solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
@@ -89,17 +90,17 @@ class ReplayBuffer:
             if tree.reason != "replayed":
                 solutions = [tree.completion_ids(row) for row in solved]
             found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
-        entries, num_left = [], 0
+        entries, num_dropped = [], 0
         for prompt_ids, solutions, ratio in self.policy.ranks.objects(found):
             if solutions is None:
-                num_left += self.solutions.refilter(prompt_ids, ratio)
+                num_dropped += self.solutions.refilter(prompt_ids, ratio)
             else:
                 for solution in self.solutions.offer(prompt_ids, solutions, ratio):
                     entries.append((prompt_ids, solution))
         self.policy.log_metric("replay/stored_prompts", len(self.solutions))
-        self.policy.log_metric("replay/left_prompts", num_left)
-        if num_left:
-            self._file_is_current = False  # lines can be appended, but not removed
+        self.policy.log_metric("replay/left_prompts", num_dropped)
+        if num_dropped:
+            self._file_is_current = False  # appending cannot remove lines, so write the whole file again
         if not self.policy.accelerator.is_main_process or (self._file_is_current and not entries):
             return
         if self._file_is_current:
@@ -109,7 +110,7 @@ class ReplayBuffer:
             self._file_is_current = True
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state for a checkpoint. If a resumed run cannot continue the file, its size is 0."""
         size = self.file.size if self._file_is_current else 0
         return {"solutions": self.solutions.state_dict(), "solutions_bytes": size}
 

@@ -60,7 +60,7 @@ def tree_advantages(
             `"mean"` subtracts the mean score. `"mean_std"` also divides by the standard deviation of the scores (of
             the population) plus 1e-6.
         skip_uniform (`bool`, *optional*, defaults to `False`):
-            If True, all advantages are 0 in a tree whose trajectories are all correct or all wrong.
+            If True, all advantages are 0 in a tree without contrast (see [`is_uniform`]).
         max_completion_length (`int`, *optional*, defaults to `0`):
             See [`overlong_penalty`].
         overlong_buffer (`int`, *optional*, defaults to `0`):
@@ -106,7 +106,7 @@ def tree_advantages(
 def is_uniform(tree: Tree) -> bool:
     """Return whether a tree has no contrast: its scored trajectories are all correct, or all wrong. Incomplete ones
     count as wrong. With scaled outcomes, a tree whose rewards differ has contrast."""
-    # Do not compare outcomes: two failures can have different outcomes, -1 and `incomplete_score`.
+    # Compare signs and not outcomes, because two failures can have different outcomes, -1 and `incomplete_score`.
     kinds = set()
     for row in tree.results:
         node = tree.nodes[row]

@@ -40,7 +40,7 @@ def tree_record(
     Returns:
         `dict`: The record. Its nodes are in order of creation.
     """
-    outcomes, worths = [], []  # of the rows that have a reward
+    outcomes, worths = [], []  # of training rows; rows without a reward are left out
     for row in tree.rows:
         end = tree.nodes[row]
         if end.outcome is not None:

@@ -28,8 +28,8 @@ def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list
         rewards (`Sequence[float]`):
             Rewards of the completions of a prompt, `[G]`. There is at least one, and no reward is NaN.
         outcomes (`Sequence[float]`):
-            [`terminal_outcome`] of each completion, `[G]`. The result of a failure is at least this outcome, so that
-            `incomplete_score` keeps its effect.
+            [`terminal_outcome`] of each completion, `[G]`. The scaled outcome of a failure is never lower than this
+            outcome. So an incomplete completion gets at least `incomplete_score`.
 
     Returns:
         `list[float]` or `None`: Outcomes in [-1, 1], `[G]`. Rewards of 0 and 1 give the outcomes of Eq. 6. None if
@@ -92,6 +92,7 @@ def uct_score(q: float, visits: int, parent_visits: int, *, coef: float) -> floa
     return q + coef * math.sqrt(math.log(parent_visits) / visits)
 
 
+# Bonus of a node by `depth_bonus`. The arguments are the depth of the node and the depth limit.
 DEPTH_BONUSES: dict[str, Callable[[int, int], float]] = {
     "sqrt": lambda depth, max_depth: math.sqrt(depth / max_depth),
     "linear": lambda depth, max_depth: float(depth),

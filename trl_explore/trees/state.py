@@ -57,7 +57,7 @@ class Tree(NamedTuple):
     prompt_ids: list[int]
     nodes: tuple[Node, ...]  # in order of creation, the root first
     results: tuple[int, ...] = ()  # terminal nodes that were backed up, in this order; they become training rows
-    current: tuple[int, ...] = (ROOT,)  # nodes that the next iteration visits; none once the search has ended
+    current: tuple[int, ...] = (ROOT,)  # nodes that the next iteration visits; empty if the search has ended
     iterations: int = 0
     generated_tokens: int = 0  # including direct rollouts
     reason: str = ""  # why the search ended: "complete", "iterations", "tokens", "empty frontier" or "replayed"
@@ -125,7 +125,7 @@ class Limits:
     max_tokens: int | None = None  # tokens that the search may sample, without direct rollouts; None for no limit
     min_width: int = 1  # least width, if the width decreases with depth
     parallel: int = 1  # number of nodes that an iteration visits
-    width_decay: int = 0  # decrease of the width after every `max_depth // width` levels
+    width_decay: int = 0  # number by which the width decreases after every `max_depth // width` levels; 0: never
 
     def width_at(self, depth: int) -> int:
         """Return the largest number of children of a node at `depth`."""
