@@ -67,8 +67,8 @@ class Replaced:
             )
         if self.args.explore != self.explore:
             raise ValueError(
-                f"`explore` was changed from {self.explore!r} to {self.args.explore!r} after the trainer was made, but "
-                "its explorers are those of the first value: make a new trainer."
+                f"`explore` was changed from {self.explore!r} to {self.args.explore!r} after the trainer was made, "
+                "but its explorers are those of the first value: make a new trainer."
             )
         if trainer.model is not self.model:
             raise ValueError(
