@@ -137,6 +137,15 @@ def test_parallel_sketches_are_shown_those_of_their_own_chain(tmp_path, chains, 
     assert shown == [drafts[i // 4][i % num_sketches] for i in range(8)]
 
 
+def test_rows_without_a_sketch_do_not_count_when_sketches_are_dealt_out(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, num_sketches=2, max_trajectories=3)
+    first_batch(trainer)
+    drafts = [[answered[g][0] for answered in trainer.answered] for g in range(2)]
+    shown = trainer.completion_columns()["sketch"]
+    assert shown[:4] == [drafts[0][0], drafts[0][1], drafts[0][0], ""]
+    assert shown[4:] == [drafts[1][1], drafts[1][0], drafts[1][1], ""]
+
+
 @pytest.mark.parametrize("size", [8, 24])
 def test_shuffled_sketches_are_those_of_another_prompt(tmp_path, size):
     options = dict(SHORT, per_device_train_batch_size=size, num_sketches=3)

@@ -44,12 +44,16 @@ class TwoStage(Mode):
         start = time.perf_counter()
         sketches: list[str] = []  # sketch of each row; empty if the row follows no sketch
         prompt_ids: list[list[int]] = []
+        num_sketched = 0
         for group, own_drafts in zip(groups, drafts, strict=True):
             for place in range(self.size):
-                # Count rows over the whole batch, not per prompt. If `group_size` is not a multiple of
-                # `num_sketches`, counting per prompt would use the first sketches more often than the last ones.
-                sketch = own_drafts[len(sketches) % self.num_sketches]
-                sketches.append(sketch if place < self.num_explored else "")
+                sketch = ""
+                if place < self.num_explored:
+                    # Count rows over the whole batch, not per prompt. If `num_explored` is not a multiple of
+                    # `num_sketches`, counting per prompt would use the first sketches more often than the last ones.
+                    sketch = own_drafts[num_sketched % self.num_sketches]
+                    num_sketched += 1
+                sketches.append(sketch)
                 prompt_ids.append(group.prompt_ids)
         solve_ids = self._encode_solving(groups, sketches, prompt_ids)
         num_too_long = 0
