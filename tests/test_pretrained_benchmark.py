@@ -46,6 +46,7 @@ def rows_of(task, stage, rows, heights):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 def test_all_arms_of_all_tasks_are_valid(pretrained):
     for task in pretrained.read_tasks().values():

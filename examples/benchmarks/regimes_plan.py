@@ -49,6 +49,9 @@ def default_seeds() -> dict[str, list[int]]:
     return {"development": [100, 101, 102, 103], "verdict": list(range(30, 40))}
 
 
+_CHECKED: set[str] = set()  # contents of the files of regimes without a mistake; a check takes seconds
+
+
 @dataclass(frozen=True)
 class Regime:
     """
@@ -97,7 +100,8 @@ class Regime:
         Raises:
             UsageError: If the file has a mistake. The message names the file and the mistake.
         """
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        document = yaml.safe_load(text)
         if not isinstance(document, dict):
             raise UsageError(f"{path.name} has no fields")
         known = [spec.name for spec in fields(cls) if spec.name != "name"]
@@ -116,9 +120,11 @@ class Regime:
                 if stage not in STAGES_WITH_SEEDS:
                     raise UsageError(f"seeds: {unknown_name('stage', str(stage), STAGES_WITH_SEEDS)}")
             regime = cls(name=path.stem, **{**document, "arms": arms, "seeds": seeds})
-            regime.check()
+            if text not in _CHECKED:
+                regime.check()
         except UsageError as error:
             raise UsageError(f"{path.name}: {error}") from None
+        _CHECKED.add(text)
         return regime
 
     def check(self) -> None:

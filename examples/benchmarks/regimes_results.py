@@ -81,6 +81,13 @@ def read_results(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
+    version = path.stat()
+    return [dict(row) for row in _parse(path.resolve(), version.st_mtime_ns, version.st_size)]
+
+
+@lru_cache(maxsize=32)  # reports read a file several times, and a file has thousands of rows
+def _parse(path: Path, modified: int, size: int) -> list[Row]:
+    """Read a results file. `modified` and `size` only tell versions of the file apart."""
     with open(path, newline="", encoding="utf-8") as file:
         rows: list[Row] = list(csv.DictReader(file))
     for row in rows:
