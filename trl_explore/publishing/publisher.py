@@ -4,7 +4,8 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,24 @@ class Publisher:
 
     def __init__(self, trainer: Any, args: "ExplorationConfig") -> None:
         self.trainer, self.args = trainer, args
-        self._revision: str | None = None  # branch of the newest push or rehearsal; None: `args.hub_revision`
+        # Branch of the push or rehearsal that is being prepared. None: `args.hub_revision`.
+        self._revision: str | None = None
         self._checkpoints: list[Path] = []  # checkpoints of this run, oldest first
         self._sent: set[str] = set()  # names of the checkpoints that need not be sent again
 
     @property
     def _branch(self) -> str | None:
         return self._revision or self.args.hub_revision
+
+    @contextmanager
+    def _to(self, revision: str | None) -> Iterator[None]:
+        """Context in which files and cards are prepared for another branch. Later checkpoints go to the branch of the
+        configuration again."""
+        self._revision = revision
+        try:
+            yield
+        finally:
+            self._revision = None
 
     # ------------------------------------------------------------------------------------------------ the repository
 
@@ -233,8 +245,12 @@ class Publisher:
         """
         for abandoned in Path(self.args.output_dir).glob(f"{STAGE}-*"):  # from a process that was killed
             shutil.rmtree(abandoned)
-        self._revision = revision
-        token = token or self.args.hub_token
+        with self._to(revision):
+            return self._push(commit_message, blocking, token or self.args.hub_token, private, **kwargs)
+
+    def _push(
+        self, message: str | None, blocking: bool, token: str | None, private: bool | None, **kwargs: Any
+    ) -> Any:
         refusal = None
         try:
             self.trainer.init_hf_repo(token=token, private=private)
@@ -249,8 +265,8 @@ class Publisher:
         if refusal is not None:
             raise self._unsent(str(refusal), folder, private, self._branch) from refusal
         if blocking:
-            return self._send_or_raise(folder, checkpoints, commit_message, token, private, self._branch)
-        job = run_as_future(self._send_or_raise, folder, checkpoints, commit_message, token, private, self._branch)
+            return self._send_or_raise(folder, checkpoints, message, token, private, self._branch)
+        job = run_as_future(self._send_or_raise, folder, checkpoints, message, token, private, self._branch)
         self.trainer.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
         return job
 
@@ -271,17 +287,17 @@ class Publisher:
         Returns:
             `PushPlan`: The plan that was printed.
         """
-        self._revision = revision
         if self.trainer.hub_model_id is None:
             self.name_repo()
-        self.trainer.create_model_card(**kwargs)
-        folder, _ = self._stage(STAGE)
-        plan = plan_push(
-            self.trainer.hub_model_id,
-            folder,
-            revision=self._branch,
-            private=self._is_private(private),
-        )
+        with self._to(revision):
+            self.trainer.create_model_card(**kwargs)
+            folder, _ = self._stage(STAGE)
+            plan = plan_push(
+                self.trainer.hub_model_id,
+                folder,
+                revision=self._branch,
+                private=self._is_private(private),
+            )
         print(visible_text(str(plan)))
         return plan
 
@@ -294,7 +310,6 @@ class Publisher:
                 Folder of the checkpoint.
         """
         self._checkpoints.append(Path(checkpoint_folder))
-        self._revision = None  # checkpoints go to the branch of the configuration, also after a push to another one
         if self.args.push_dry_run:
             return
         # As in TRL: if the last push is still running, this checkpoint is not pushed.
