@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import run_example
 from peft import LoraConfig
-from test_branpo import Lake, OwnState, Uncopyable, Voice, make
+from test_branpo import Lake, OwnState, Uncopyable, Voice, make, only_a_branch_succeeds
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
 
@@ -220,13 +220,7 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
 
 def test_advantages_stay_small_if_all_main_rows_of_a_batch_have_one_reward(tmp_path, voice):
     voice()
-    calls = []
-
-    def late(completions, **columns):
-        calls.append(len(completions))
-        return [float(len(calls) > 1 and i == 0) for i in range(len(completions))]
-
-    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[late])
+    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[only_a_branch_succeeds()])
     one_batch(trainer)
     assert trainer.scorer.totals().tolist() == [0.0] * 8
     advantages = trainer.branching.results[0].scored.rows["advantages"]

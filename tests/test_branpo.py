@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import json
 import re
 import threading
@@ -629,15 +630,20 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
                 assert part["advantages"][place].item() == pytest.approx(suffix[row - g][1] * factor, abs=1e-5)
 
 
+def only_a_branch_succeeds():
+    """Return a reward function that gives 0 to the main rows, which come first, and 1 to a row of each later call."""
+    calls = itertools.count()
+
+    def reward(completions, **columns):
+        is_branch = next(calls) > 0
+        return [float(is_branch and i == 0) for i in range(len(completions))]
+
+    return reward
+
+
 def test_advantages_stay_small_if_all_main_rows_of_a_batch_have_one_reward(tmp_path, voice):
     voice()
-    calls = []
-
-    def late(completions, **columns):
-        calls.append(len(completions))
-        return [float(len(calls) > 1 and i == 0) for i in range(len(completions))]
-
-    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[late])
+    trainer = agent(tmp_path, scale_rewards="batch", reward_funcs=[only_a_branch_succeeds()])
     one_batch(trainer)
     assert trainer.scorer.totals().tolist() == [0.0] * 8 and trainer.branch_explorer._kept
     (part,) = trainer.stream_training.prepared["branch"][2][0]

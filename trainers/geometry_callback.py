@@ -78,7 +78,7 @@ class GeometryCallback(TrainerCallback):
             completions.append(output["completion_ids"][row][:length].tolist())
             masks.append(loss_mask[row][:length].tolist())
         features = self.features.gathered(FeatureRows(prompts, completions, masks))
-        # `novelty_scores` needs rewards, but TRL's output has only advantages. Their signs stand for rewards of -1 and
+        # `novelty_scores` needs rewards, but TRL's output has only advantages. Use their signs as rewards of -1 and
         # +1, because the better completions of a group have positive advantages.
         advantages = output["advantages"]
         if advantages.dim() == 2:

@@ -91,7 +91,7 @@ def _no_tree(path: Path) -> UsageError:
 def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
     """Return a tree of a file, and its index counted from the start. A negative `index` counts from the end."""
     count = 0
-    # The last trees read, as many as a negative index needs. Files of trees are too large to keep all trees in memory.
+    # A negative index needs only the last `-index` trees. Files of trees are too large to keep all trees in memory.
     last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))
     for record in read_trees(path):
         if count == index:

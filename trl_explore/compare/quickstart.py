@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # The benchmark deep_ends of examples/benchmarks, with half its budget. The settings were tuned on the benchmark's
 # development seeds, 100 to 103. On these seeds, a learning rate of 2e-3 gave all three arms their highest curves over
-# 60,000 tokens. The other settings are those of the benchmark. A test checks that the benchmark's grid contains all of
-# them.
+# 60,000 tokens. The other settings equal the benchmark's settings. A test checks that the benchmark's grid
+# contains all settings.
 COMPARISON = {
     "task": "deep_doors",
     "budget": {"tokens": 6e4},

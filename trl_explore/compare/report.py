@@ -98,7 +98,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
             if arm.name != base:
                 difference = interval([ours - theirs for ours, theirs in pairs])
             cells.append(Cell(interval([ours for ours, _ in pairs]), difference, metric_label(metric)[1]))
-        mean_costs = []  # what the arm had spent of each cost at `reading`
+        mean_costs = []  # mean of each cost that the arm had spent at `reading`
         for row_cost in ROW_COSTS:
             pairs = paired_values(runs, arm.name, base, cost=cost, reading=reading, metric=row_cost)
             mean_costs.append(interval([ours for ours, _ in pairs])[0])

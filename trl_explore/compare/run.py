@@ -199,7 +199,7 @@ class Curve(TrainerCallback):
                 self.costs.cost = Cost(**found["cost"])
                 self.costs.history, self.points = found["steps"], found["points"]
                 if self.bar is not None:
-                    # tqdm leaves out `initial` when it computes its rate, so the rate is that of this process.
+                    # tqdm leaves out `initial` when it computes its rate, so the rate counts work of this process.
                     self.bar.initial += self._position() - self.bar.n
                     self.bar.n = self.bar.last_print_n = self._position()
                 return checkpoint

@@ -465,7 +465,7 @@ def _check_fields(comparison: Comparison) -> None:
             training = run_arguments(comparison, arm, seed=comparison.seeds[0], folder="out")[1]
         except UsageError as error:
             raise UsageError(f"arm {arm.name}: {error}") from error
-        _check_schedule(comparison, arm, training)
+        _check_schedule(arm, training)
         # Numbers of forward passes per generation batch, and per optimizer step.
         per_generation, per_step = training.steps_per_generation, training.gradient_accumulation_steps
         if per_generation is not None and per_generation < per_step:
@@ -476,8 +476,8 @@ def _check_fields(comparison: Comparison) -> None:
             )
 
 
-def _check_schedule(comparison: Comparison, arm: Arm, training: Any) -> None:
-    """Raise a UsageError if the learning rate of an arm depends on the number of steps, and nobody has set it."""
+def _check_schedule(arm: Arm, training: Any) -> None:
+    """Raise a UsageError if the learning rate of an arm depends on `max_steps`, and nobody has set this field."""
     steps = DEFAULTS["max_steps"]
     if training.max_steps != steps:
         return

@@ -14,7 +14,7 @@ class Graded(NamedTuple):
     """Rewards and answers of the samples of one prompt, `[N]` each. `None` means no reward, or no answer."""
 
     totals: list[float | None]  # weighted sums of the rewards
-    rewards: list[float | None]  # rewards that decide success: those of `success_reward`, or the totals
+    rewards: list[float | None]  # rewards that decide success: of the function `success_reward`, or the totals
     answers: list[Hashable | None]
 
 

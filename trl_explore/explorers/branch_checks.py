@@ -82,7 +82,7 @@ def _check_rows(start: str, rows: Rows, lengths: list[int], num_rewards: int) ->
 def _row(start: str, key: Any, num_rows: int) -> int:
     """Return a key of `main_advantages` as the index of a main row. Raise ValueError if it is none."""
     try:
-        # -1 stands for a key that is not an integer. Refuse a bool, which would pass as 0 or 1.
+        # -1 means that the key is not an integer. Refuse a bool, because `operator.index` would return 0 or 1.
         row = -1 if isinstance(key, bool) else operator.index(key)
     except TypeError:
         row = -1

@@ -251,6 +251,7 @@ class Publisher:
     def _push(
         self, message: str | None, blocking: bool, token: str | None, private: bool | None, **kwargs: Any
     ) -> Any:
+        """Publish to the branch of [`_to`]. For arguments and result, see [`push`]."""
         refusal = None
         try:
             self.trainer.init_hf_repo(token=token, private=private)

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -159,19 +159,18 @@ def _parts_of(content: Any) -> list[str]:
 
 
 def _call(function: dict[str, Any]) -> str:
-    """Return a tool call as `name(argument=value)`. Arguments that are neither a dictionary nor its JSON text, which a
-    model may write, are shown as they are."""
-    given = arguments = function.get("arguments", {})
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given)
-        except json.JSONDecodeError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        return f"{visible_text(function.get('name', '?'))}({visible_text(str(given))})"
+    """Return a tool call as `name(argument=value)`. A model may write arguments that are no dictionary. Then the
+    parentheses contain their text."""
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(json.JSONDecodeError):
+            arguments = json.loads(arguments)
     shown = []
-    for name, value in arguments.items():
-        shown.append(f"{visible_text(str(name))}={visible_text(repr(_visible(value)))}")
+    if isinstance(arguments, dict):
+        for name, value in arguments.items():
+            shown.append(f"{visible_text(str(name))}={visible_text(repr(_visible(value)))}")
+    else:
+        shown.append(visible_text(str(arguments)))
     return f"{visible_text(function.get('name', '?'))}({', '.join(shown)})"
 
 

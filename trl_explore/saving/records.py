@@ -107,8 +107,8 @@ def check_same(
         remedy (`str`):
             Sentence that ends the message.
         hashed (`Mapping[str, str]`, *optional*):
-            Descriptions, by name, of settings that the header contains as hashes. The message shows the description,
-            because a hash tells the user nothing.
+            Descriptions, by name, of settings that the header contains as hashes. The message shows the description
+            instead of the hash.
     """
     changes = []
     for name, value in settings.items():
