@@ -42,6 +42,7 @@ from trl_explore.trainers import (
     SESATrainer,
     TreeGRPOConfig,
 )
+from trl_explore.trainers.base import watch
 
 TIMING = ("runtime", "per_second", "_time")
 SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
@@ -332,6 +333,30 @@ class Empty(ExplorationTrainer):
         assert self.sample([], 2, 3) == []
         assert self.scorer.score("none", rows) is None
         return {}
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_end_of_a_watch_leaves_other_watches(order, replaced):
+    class Trainer:
+        def _compute_loss(self):
+            return 1
+
+    trainer, seen = Trainer(), []
+    if replaced:  # by a user, before any watch
+        trainer._compute_loss = lambda: 2
+    before = dict(trainer.__dict__)
+    ends = [watch(trainer, "loss", lambda result, name=name: seen.append(name)) for name in ("a", "b")]
+    if order == "last":
+        ends.reverse()
+    ends[0]()
+    assert trainer._compute_loss() == 1 + replaced
+    assert seen == (["b"] if order == "first" else ["a"])
+    ends[0]()  # a second end changes nothing
+    ends[1]()
+    assert trainer._compute_loss() == 1 + replaced and len(seen) == 1
+    if order == "last":
+        assert trainer.__dict__ == before
 
 
 def test_a_stream_without_rows_changes_nothing(tmp_path):

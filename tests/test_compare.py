@@ -105,7 +105,30 @@ def test_arms_that_began_with_another_model_are_named():
     moved = [*RUNS[:3], run("deep | <b>", 1, (0, 0, 0, 0.2), (100, 10, 5, 0.5))]
     assert other_starts(moved, "GRPO", ["eval/reward"]) == {"deep | <b>": [1]}
     lines = markdown_table(moved, read_comparison(DOCUMENT)).splitlines()
-    assert lines[7].startswith(f"- {sentence}: deep | <b> (seed 1). ") and "on one machine" in lines[7]
+    assert lines[7].startswith(f"- {sentence}: deep | <b> (seed 1). ")
+    for reason in ("an option of the arm also changes the evaluation", "different machines", "such as vLLM"):
+        assert reason in lines[7]
+
+
+def test_the_number_of_problems_is_that_of_the_rows_which_may_be_fewer_than_num_eval():
+    comparison = read_comparison({**DOCUMENT, "samples_at_ends": 8, "num_eval": 100})
+    runs = []
+    for found in RUNS:
+        points = [{**point, "end_correct": [0, 4, 8]} for point in found["points"]]
+        runs.append({**found, "points": points})
+    assert "Mean numbers over seeds, of 3 problems." in markdown_table(runs, comparison)
+
+
+def test_seeds_without_many_samples_before_training_are_named():
+    comparison = read_comparison({**DOCUMENT, "samples_at_ends": 8})
+    runs = []
+    for found in RUNS:
+        first, *later = found["points"]
+        runs.append({**found, "points": [first, *({**point, "end_correct": [0, 4, 8]} for point in later)]})
+    assert "No run took 8 samples per problem before training" in markdown_table(runs, comparison)
+    runs[0]["points"][0] = {**runs[0]["points"][0], "end_correct": [0, 0, 0]}
+    text = markdown_table(runs, comparison)
+    assert "Seeds without such samples before training do not count: 1." in text and "| before training |" in text
 
 
 def steps_with(fraction, low, high):

@@ -46,3 +46,15 @@ def test_many_samples_at_the_start_are_found_in_any_order_of_the_arms():
         before, *after = summarize_ends([first, second], arms, 4)
         assert before.pass_at[1][0] == pytest.approx(0.5) and [entry.arm for entry in after] == arms
         assert {entry.arm: entry.pass_at[1][0] for entry in after} == {"GRPO": pytest.approx(1.0), "auto": 0.0}
+
+
+def test_seeds_without_many_samples_at_the_start_are_left_out():
+    def run(arm, seed, start, end):
+        first = {} if start is None else {"end_correct": start}
+        return {"arm": arm, "seed": seed, "points": [first, {"end_correct": end}]}
+
+    known = [run("GRPO", 0, [0, 4], [4, 4]), run("auto", 0, None, [0, 0])]
+    unknown = [run("GRPO", 1, None, [0, 0]), run("auto", 1, None, [4, 4])]
+    arms = ["GRPO", "auto"]
+    assert summarize_ends([*known, *unknown], arms, 4) == summarize_ends(known, arms, 4)
+    assert summarize_ends(unknown, arms, 4) == []

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from test_branpo import Lake, OwnState, Uncopyable, Voice, make
-from world import BOARDS, assert_same, differ, make_agent, parameters, says
+from test_branpo import Lake, OwnState, Uncopyable, Voice, count_batches, make, search, with_tools
+from world import BOARDS, always, assert_same, differ, make_agent, parameters, says
 
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
@@ -109,6 +109,48 @@ def test_methods_train_and_resume_bit_for_bit(tmp_path, monkeypatch, method, fac
     again = make(cls, config, tmp_path / "again", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_same(parameters(again), parameters(whole))
+
+
+def note_places(trainer):
+    """Return a list that gets an entry per round of sampling: the places of its prompts in the data."""
+    noted, take = [], trainer.rounds._taken
+
+    def taken(needs):
+        noted.append(take(needs))
+        return noted[-1]
+
+    trainer.rounds._taken = taken
+    return noted
+
+
+def test_the_prompts_of_a_step_in_which_a_service_dies_are_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    options = dict(dynamic_sampling="refill", max_sampling_rounds=2, explore_threshold=0.5, max_steps=4)
+    options |= dict(gradient_accumulation_steps=2, steps_per_generation=1, save_strategy="steps", save_steps=100)
+    options |= dict(max_tool_calling_iterations=2)
+
+    def made(folder):
+        voice = Voice(0.3)
+        says(voice, monkeypatch.setattr)
+        trainer = with_tools(folder, voice, **options)
+        trainer.reward_funcs[0] = always  # no group has contrast, so the number of rounds does not depend on chance
+        return trainer, note_places(trainer)
+
+    whole, expected = made(tmp_path / "whole")
+    whole.train()
+    trainer, found = made(tmp_path / "dies")
+    count_batches(trainer, lambda number: setattr(search, "down", number == 5))
+    with pytest.raises(RuntimeError, match="checkpoint-2'"):
+        trainer.train()
+    per_step = len(expected) // 4
+    assert found == expected[: len(found)] and len(found) > 2 * per_step + 1  # it dies in the second batch of step 3
+    search.down = False
+    again, found = made(tmp_path / "dies")
+    again.train(resume_from_checkpoint=str(tmp_path / "dies" / "checkpoint-2"))
+    assert found == expected[2 * per_step :]
+    for name in ("taken", "rates"):
+        assert again.rounds.state()[name] == whole.rounds.state()[name]
+    assert again.rounds.counts["prompts_seen"] == whole.rounds.counts["prompts_seen"]
 
 
 def test_if_all_groups_have_contrast_it_is_the_run_without_it(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
+from trl_explore.trees.replay import SolutionCache, read_cache, write_cache
 
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
 TREE = dict(expansion_width=3, node_length=2, dump_trees="trees")
@@ -160,6 +161,26 @@ def test_a_resumed_run_goes_on_with_its_files_to_the_byte(tmp_path, method, opti
         run(method, tmp_path, checkpoint=step, **options, save_strategy="no")
         assert (tmp_path / name).read_bytes() == whole
     assert not list(tmp_path.glob("_*"))
+
+
+def test_solutions_that_were_written_again_after_the_checkpoint_are_replaced(tmp_path):
+    """A run drops solutions after a checkpoint and writes the whole file again. Then it crashes."""
+    method, options, name = SOLUTIONS
+    options = dict(options, max_steps=5)
+    file, settings = tmp_path / name, dict(solutions_per_prompt=2, threshold=0.9)
+    trainer = run(method, tmp_path, **options)
+    whole = file.read_bytes()
+    for num_prompts in (0, 100):  # the later file is shorter or longer than the file of the checkpoint
+        later = SolutionCache(**settings)
+        for prompt in range(num_prompts):
+            later.offer([prompt], [[6, 7, 8, 1]], 0.5)
+        write_cache(file, later, trainer.processing_class)
+        finished = run(method, tmp_path, checkpoint=2, **{**options, "max_steps": 2}, save_strategy="no")
+        found = read_cache(file, trainer.processing_class, **settings)
+        assert found.state_dict() == finished.solutions.state_dict() and len(found) > 0
+        write_cache(file, later, trainer.processing_class)
+        run(method, tmp_path, checkpoint=2, **options, save_strategy="no")
+        assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("method, options, name", FILES.values(), ids=FILES.keys())

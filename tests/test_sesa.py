@@ -362,6 +362,37 @@ def test_answers_to_prompts_that_begin_a_thought_stand_behind_its_end(tmp_path, 
     assert trainer._tokenizer.decode(drawn.context) == f"{trainer.asked[0][0]}a+b</think>1+"
 
 
+def test_numbers_and_bullets_of_a_list_are_scored_as_context(tmp_path):
+    lists = [["1. 5+2. 5+- 67+ 8", "1+2"], ["4. 9", "2. 1+2. 3"]]
+    trainer, texts = listing(tmp_path, lists, off_policy_correction=True, max_lists=2)
+    assert texts == ["5", "67", "8", "9", "1", "2", "3", "1"]
+    decode = trainer._tokenizer.decode
+    first, second = trainer.asked[0]
+    assert [(decode(drawn.context), decode(drawn.token_ids)) for (drawn,) in trainer.mode.drawn] == [
+        (f"{first}1. ", "5"),
+        (f"{first}1. 5+2. 5+- ", "67"),
+        (f"{first}1. 5+2. 5+- 67+ ", "8"),
+        (f"{first}5+67+8+4. ", "9"),
+        (second, "1"),
+        (f"{second}1+", "2"),
+        (f"{second}1+2+2. 1+2. ", "3"),
+        (second, "1"),
+    ]
+
+
+def test_only_tokens_that_the_list_has_too_are_scored(tmp_path):
+    """A row begins with the token `1`. After a number, the list has the token ` 1`, as usual tokenizers have."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(AddedToken(" 1", normalized=False))
+    model = make_model(vocab_size=len(tokenizer))
+    options = dict(processing_class=tokenizer, model=model, off_policy_correction=True, max_lists=1)
+    trainer, texts = listing(tmp_path, [["1. 123+2. 1+3. 4", "1+2+3+4"]], **options)
+    assert texts[:3] == ["123", "1", "4"]
+    (drawn,), nothing, (last,) = trainer.mode.drawn[:3]
+    assert (drawn.start, tokenizer.decode(drawn.token_ids)) == (1, "23") and nothing == [] and last.start == 0
+    assert tokenizer.decode(drawn.context) == f"{trainer.asked[0][0]}1. 1"
+
+
 def test_a_short_list_is_continued_behind_its_distinct_candidates(tmp_path):
     lists = [["1+2+1", "5+6+7+8"], ["2+9"], ["4+0"]]
     trainer, texts = listing(tmp_path, lists)
@@ -403,19 +434,20 @@ def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path, mode, s
     output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
     advantages, ids_of_rows = output["advantages"], trainer.main_completion_ids
     assert advantages.shape == output["completion_ids"].shape and advantages.abs().sum() > 0
+
+    def logprobs(context, tokens):
+        with torch.no_grad():
+            logits = trainer.model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
     weighted = 0
     for i, (prompt, ids) in enumerate(zip(row_tokens(output)[0], ids_of_rows, strict=True)):
-        (drawn,) = trainer.mode.drawn[i] or [None]
-        tokens = drawn.token_ids if drawn else []
-        assert tokens == ids[: len(tokens)]
-        assert not drawn or len(ids) - len(tokens) == (mode == "sequential")  # the end token is a list's separator
-        likelihoods = []
-        for context in (prompt, drawn.context if drawn else prompt):
-            with torch.no_grad():
-                logits = trainer.model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
-            likelihoods.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
         ratio = torch.ones(len(ids))
-        ratio[: len(tokens)] = (likelihoods[0] - likelihoods[1]).exp()[: len(tokens)].clamp(max=1.5)
+        for drawn in trainer.mode.drawn[i]:
+            part = slice(drawn.start, drawn.start + len(drawn.token_ids))
+            assert drawn.token_ids == ids[part] and (mode == "sequential" or drawn.token_ids == ids)
+            log_ratio = logprobs(prompt, ids)[part] - logprobs(drawn.context, drawn.token_ids)
+            ratio[part] = log_ratio.exp().clamp(max=1.5)
         got = advantages[i, : len(ids)]
         if scope == "negative" and got[0] > 0:
             ratio = torch.ones(len(ids))

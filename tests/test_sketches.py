@@ -53,7 +53,7 @@ def test_the_newest_that_fit_are_kept(lengths, budget):
 @pytest.mark.parametrize(
     "text, separator, expected",
     [
-        ("1. a\n2) b\n\n- c\n(4) d", "\n", ["a", "b", "c", "d"]),
+        (" 1. a\n2)  b \n\n- c\n(4) d", "\n", ["a", "b", "c", "d"]),
         ("x,y,,z", ",", ["x", "y", "z"]),
         ("a\na\n", "\n", ["a", "a"]),
         ("3 apples\n-5\n1.5\n", "\n", ["3 apples", "-5", "1.5"]),  # numbers and signs of the answer stay
@@ -61,7 +61,9 @@ def test_the_newest_that_fit_are_kept(lengths, budget):
     ],
 )
 def test_lists_are_taken_apart(text, separator, expected):
-    assert split_candidates(text, separator=separator) == expected
+    found = split_candidates(text, separator=separator)
+    assert [candidate for _, candidate in found] == expected
+    assert [text[start : start + len(candidate)] for start, candidate in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,7 @@ def test_turns_are_limited_and_the_game_knows():
     assert game_of("2048-v0")._rules.max_turns == 50
     assert TextArenaSpec("Sudoku-v0", size=1, eval_size=1).max_turns == 100  # the limit of the game
     assert TextArenaSpec("Secretary-v0", size=1, eval_size=1, N=7).max_turns == 7
+    assert TextArenaSpec("Secretary-v0", size=1, eval_size=1, max_turns=7).config == {}
 
 
 def test_rewards_are_the_games_or_wins_only():
@@ -467,6 +468,7 @@ def test_a_missing_package_is_named(monkeypatch):
         (GUESS, {"size": 0}, "`size` is 0; give a whole number of at least 1"),
         (GUESS, {"eval_size": 2.0}, "`eval_size` is 2.0"),
         (GUESS, {"max_turns": 0}, "`max_turns` is 0"),
+        ("Secretary-v0", {"max_turns": 3}, "rules of Secretary-v0 announce `N=5`: set `N` to at most 3, or"),
         (GUESS, {"seed": -1}, "`seed` is -1"),
         (GUESS, {"eval_seed": "x"}, "`eval_seed` is 'x'"),
     ],
@@ -545,6 +547,10 @@ for env_id, move in (("Wordle-v0", "plane"), ("Hangman-v0", "e"), ("WordSearch-v
     assert told == [game.act(guess) for guess in ("stone", "t", "water")], env_id
     if env_id == "Wordle-v0":
         assert twin._started.game.dictionary.uk_words is game._started.game.dictionary.uk_words
+game = TextArenaSpec("Wordle-v0", max_turns=4).environment_factory()
+assert "You have 4 attempts" in game.reset(seed=3)
+game = TextArenaSpec("Wordle-v0", max_turns=4, num_guesses=3).environment_factory()
+assert "You have 3 attempts" in game.reset(seed=3)
 """
 
 

@@ -173,7 +173,7 @@ def test_templates_have_their_slots_and_make_the_prompts_that_demonstrations_ans
         answer = task.demonstration(prompt, rng)
         assert answer.startswith(sketch) or task in FACTS  # theirs: see test_fact_tasks.py
     answer = task.demonstration(fill_template(options["candidate_template"], {"problem": problem}), rng)
-    candidates = split_candidates(answer, separator=options["candidate_separator"])
+    candidates = [text for _, text in split_candidates(answer, separator=options["candidate_separator"])]
     assert len(candidates) == len(set(candidates)) <= task.num_candidates or task is VAULT  # whose answers have `;`
     assert options["mode"] in ("two_stage", "sequential")
 

@@ -882,7 +882,7 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
             Called with the positional arguments of TRL's method, followed by its result.
 
     Returns:
-        `Callable`: Call it to end the watch.
+        `Callable`: Call it to end this watch. Other watches of the same method continue.
     """
     names = {
         "scored": "_generate_and_score_completions",
@@ -893,14 +893,27 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
     }
     name = names[method]
     own = getattr(trainer, name)
+    was_replaced = name in trainer.__dict__  # by an earlier watch, for example
+    ended = False
 
     def watched(*args: Any, **options: Any) -> Any:
         result = own(*args, **options)
-        seen(*args, result)
+        if not ended:
+            seen(*args, result)
         return result
 
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        if trainer.__dict__.get(name) is not watched:
+            return  # a later watch calls `watched`
+        if was_replaced:
+            setattr(trainer, name, own)
+        else:
+            delattr(trainer, name)  # the method of the class is visible again
+
     setattr(trainer, name, watched)
-    return lambda: trainer.__dict__.pop(name, None)  # the method of the class is visible again
+    return end
 
 
 def count_sampled(trainer: Any) -> TokenCount:

@@ -59,13 +59,14 @@ class Saving:
         self._epoch = self._epoch_start = 0
         self.epoch_ended = False  # True after `on_epoch_end` has run in this epoch
         self._owes_epoch_end = False  # True if a resumed run must still call `on_epoch_end`
-        self._num_lost = 0  # batches of an unfinished optimizer step, while a checkpoint of the step before is written
+        # Batches of an unfinished optimizer step, while a checkpoint of the step before is written. Otherwise None.
+        self._num_lost: int | None = None
         # Files of earlier runs in `output_dir`. None as soon as a run of this trainer has begun.
         self._earlier_files: list[Path] | None = []
 
     def attach(self) -> None:
         """Connect to the trainer. Called when the trainer is made."""
-        self.trainer.add_callback(_EpochEnd(self))
+        self.trainer.add_callback(_Moments(self))
         self._earlier_files = self.trainer.run_files()
 
     def begin(self, resume_from_checkpoint: Any) -> Any:
@@ -243,12 +244,12 @@ class Saving:
             try:
                 trainer._save_checkpoint(trainer.model, trial=None)
             finally:
-                self._num_lost = 0
+                self._num_lost = None
         return f"Bring the service back and go on with `resume_from_checkpoint={str(folder)!r}`."
 
     def write(self, folder: str | Path) -> None:
         """Write the state of this process into a folder."""
-        step = self.trainer._step - self._num_lost
+        step = self.trainer._step - (self._num_lost or 0)
         mid_generation = step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
         buffered_inputs = rollout = None
         if mid_generation:  # otherwise, the next step samples a new generation batch
@@ -277,7 +278,7 @@ class Saving:
             "method": without_numpy(self.trainer.exploration_state(), where="the method's state"),
         }
         if self.trainer.rounds is not None:
-            state["rounds"] = self.trainer.rounds.state()
+            state["rounds"] = self.trainer.rounds.state(before_step=self._num_lost is not None)
         if self.trainer.credit.counts:
             state["credit"] = self.trainer.credit.state()
         save_state(state, folder, rank=self.accelerator.process_index)
@@ -393,11 +394,16 @@ class Saving:
             self.trainer.table.load_state(state, self.trainer._logs, self.trainer.state.global_step)
 
 
-class _EpochEnd(TrainerCallback):
-    """Records that `on_epoch_end` has run, so that a resumed run does not call it again."""
+class _Moments(TrainerCallback):
+    """Keeps the choice of prompts before each optimizer step. Records that `on_epoch_end` has run, so that a resumed
+    run does not call it again."""
 
     def __init__(self, saving: Saving) -> None:
         self.saving = saving
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.saving.trainer.rounds is not None:
+            self.saving.trainer.rounds.begin_step()
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.saving.epoch_ended = True

@@ -42,6 +42,21 @@ def signed(completions, answer, **kwargs):
     return [2 * reward - 1 for reward in contains_answer(completions, answer)]
 
 
+def uneven_caches(folder, rank):
+    """SESA where the prefixes of rank 0 exceed its path cache while it drafts, and those of rank 1 do not."""
+    room = 9 if rank == 0 else 65_536
+    trainer = make_trainer(SESATrainer, SESAConfig, folder, **SKETCHES, path_cache_tokens=room)
+    solved, has_cache = trainer.mode._solved, []
+
+    def watched(solve_ids, plain):
+        has_cache.append(trainer.sample.paths is not None)
+        return solved(solve_ids, plain)
+
+    trainer.mode._solved = watched
+    trainer.train()
+    return {"has cache": has_cache, "fingerprint": fingerprint(trainer)}
+
+
 def main(folder):
     out = {}
     plain = run(GRPOTrainer, GRPOConfig, folder, scale_rewards="none", reward_funcs=signed)
@@ -106,6 +121,7 @@ def main(folder):
     for mode in ("two_stage", "sequential"):
         options = dict(SKETCHES, mode=mode, off_policy_correction=mode == "two_stage")
         out[f"fingerprint {mode}"] = fingerprint(run(SESATrainer, SESAConfig, folder, **options))
+    out["uneven caches"] = uneven_caches(folder, rank)
 
     # One rank's agents go on until the tool loop ends them, the other's mostly stop at once; holes break on one rank.
     voice = lake.Voice(stops=0.0 if rank == 0 else 0.7)

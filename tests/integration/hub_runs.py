@@ -34,7 +34,7 @@ os.environ |= {
 import torch
 from datasets import load_dataset
 from huggingface_hub import ModelCard, close_session, snapshot_download
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, TrainerCallback
 from world import make_dataset, make_model, make_trainer, parameters, saved_model
@@ -131,6 +131,32 @@ def adapter():
         "card": card("adapter", "dev"),
         "private": hub.repositories["models/me/adapter"].private,
     }
+
+
+def evaluation():
+    """`trl-explore eval` with an adapter of the Hub: its download, continued runs, a new commit, a missing adapter."""
+    base = AutoModelForCausalLM.from_pretrained(saved_model())
+    adapted = get_peft_model(base, LORA)
+    adapted.save_pretrained(root / "lora")
+    held = {path.name: path.read_bytes() for path in (root / "lora").iterdir()}
+    hub.repositories["models/me/lora"] = Repository(private=False, branches={"main": held})
+    make_dataset().select(range(4)).to_json(root / "rows.jsonl")
+
+    def evaluate(adapter, **more):
+        fields = {"model_name_or_path": saved_model(), "adapter_name_or_path": adapter, **more}
+        fields |= {"dataset": root / "rows.jsonl", "reward_funcs": "world.contains_answer", "num_samples": 1}
+        fields |= {"max_new_tokens": 4, "output_dir": root / "evaluation"}
+        flags = [text for field, value in fields.items() for text in (f"--{field}", str(value))]
+        with redirect_stderr(io.StringIO()) as told, redirect_stdout(io.StringIO()):
+            code = main(["eval", *flags])
+        return {"code": code, "told": told.getvalue()}
+
+    results = {"first": evaluate("me/lora"), "again": evaluate("me/lora")}
+    results["revision of the base"] = evaluate("me/lora", model_revision="dev")
+    hub.repositories["models/me/lora"].messages.append("a new commit")
+    results["changed"] = evaluate("me/lora")
+    results["missing"] = evaluate("me/nothing")
+    return results
 
 
 def late():

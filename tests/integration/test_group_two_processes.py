@@ -63,6 +63,12 @@ def test_agents_without_branches_are_grpo_across_ranks(results):
         assert rank["no branches"] == "same"
 
 
+def test_sketches_are_followed_where_one_rank_has_no_path_cache(results):
+    first, second = (results[rank]["uneven caches"] for rank in ("rank0", "rank1"))
+    assert first["has cache"] == [False] * 3 and second["has cache"] == [True] * 3
+    assert first["fingerprint"] == second["fingerprint"]
+
+
 @pytest.mark.parametrize("method", ["tree", "sesa"])
 def test_groups_that_would_span_ranks_are_refused(results, method):
     for rank in results.values():

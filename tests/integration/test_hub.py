@@ -26,7 +26,7 @@ def run(folder, *scenarios):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("hub"), "whole", "adapter", "late", "draft", "refusals")
+    return run(tmp_path_factory.mktemp("hub"), "whole", "adapter", "evaluation", "late", "draft", "refusals")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,15 @@ def test_an_adapter_is_published_alone_on_its_branch_in_a_private_repository(res
     assert adapter["base"].startswith("small-world-")
     assert metadata(adapter["card"])["library_name"] == "peft"
     assert 'PeftModel.from_pretrained(base, "me/adapter", revision="dev")' in adapter["card"]
+
+
+def test_an_evaluation_with_an_adapter_of_the_hub_continues_unless_the_adapter_has_changed(results):
+    evaluation = results["evaluation"]
+    for name in ("first", "again", "revision of the base"):
+        assert evaluation[name]["code"] == 0, evaluation[name]["told"]
+    assert evaluation["changed"]["code"] == evaluation["missing"]["code"] == 2
+    assert "results.json holds results of other weights" in evaluation["changed"]["told"]
+    assert "adapter_name_or_path='me/nothing' cannot be loaded: " in evaluation["missing"]["told"]
 
 
 def test_checkpoints_after_a_push_to_another_branch_go_to_their_own(results):

@@ -51,6 +51,14 @@ def test_padding_rows_never_reach_a_reward_function(results):
     assert scored == 3 * tried
 
 
+@pytest.mark.parametrize("case", ["filler rows", "known rows"])
+def test_ranks_call_a_reward_model_equally_often(results, case):
+    first, second = (results[rank]["reward models"][case] for rank in ("rank0", "rank1"))
+    assert first["calls"] == second["calls"] == 2 * 2  # in each step for the main rows and for the echo
+    assert set(first["rewards"]) <= {0.0, 1.0} and set(second["rewards"]) <= {5.0, 6.0}
+    assert second["rewards"] and bool(first["rewards"]) == (case == "known rows")
+
+
 def test_metrics_count_real_rows_only(results):
     assert results["rank0"]["metrics"] == results["rank1"]["metrics"] == "consistent"
 

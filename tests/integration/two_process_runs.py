@@ -1,10 +1,14 @@
 """Runs of test_two_processes.py; see `ranks.py`."""
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from peft import LoraConfig
+from transformers import Qwen2Config
 from trl import GRPOConfig, GRPOTrainer
-from world import always, contains_answer, differ, make_trainer, parameters
+from world import always, contains_answer, differ, make_tokenizer, make_trainer, parameters
 
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.rollouts import Rows
@@ -31,10 +35,26 @@ def never_scores(completions, **kwargs):
     return [None] * len(completions)
 
 
-class Echo(ExplorationTrainer):
-    """The first group of every rank's rows again; `where` says which ranks hand theirs in."""
+class ShardedRewardModel(torch.nn.Module):
+    """A stand-in for a sharded reward model: every call waits for the other rank, for a minute."""
 
-    where = (0, 1)
+    def __init__(self):
+        super().__init__()
+        self.config = Qwen2Config(name_or_path="sharded")
+        self.group = torch.distributed.new_group(timeout=timedelta(seconds=60))
+        self.num_calls = 0
+
+    def forward(self, input_ids, **inputs):
+        torch.distributed.all_reduce(torch.zeros(1), group=self.group)
+        self.num_calls += 1
+        return SimpleNamespace(logits=5.0 + input_ids.sum(1, keepdim=True) % 2)
+
+
+class Echo(ExplorationTrainer):
+    """The first group of every rank's rows again; `where` says which ranks hand theirs in, and `knowing` which ranks
+    know the rewards."""
+
+    where = knowing = (0, 1)
 
     def extra_streams(self, output, examples, rewards):
         rows = slice(0, 4) if self.accelerator.process_index in self.where else slice(0, 0)
@@ -45,13 +65,22 @@ class Echo(ExplorationTrainer):
             completion_ids=ids,
             loss_mask=[[1] * len(i) for i in ids],
             group_size=4,
-            known_rewards=[[float(sum(i) % 2)] for i in ids],
+            known_rewards=[[float(sum(i) % 2)] for i in ids if self.accelerator.process_index in self.knowing],
         )
-        return {"echo": (self.scorer.score("echo", group), 1.0)}
+        self.echo = self.scorer.score("echo", group)
+        return {"echo": (self.echo, 1.0)}
 
 
 class Rank1Only(Echo):
     where = (1,)
+
+
+class Rank1OnlyUnknown(Rank1Only):
+    knowing = ()
+
+
+class Rank0Knows(Echo):
+    knowing = (0,)
 
 
 class Handed(ExplorationTrainer):
@@ -82,11 +111,23 @@ def compare(first, second, tolerance=0.0):
     return "same" if worst <= tolerance else f"differ by {worst}"
 
 
+def reward_models(folder):
+    """How often a rank called the reward model, and the rewards of its newest echo."""
+    out = {}
+    for name, trainer_class in {"filler rows": Rank1OnlyUnknown, "known rows": Rank0Knows}.items():
+        model = ShardedRewardModel()
+        options = dict(reward_funcs=model, reward_processing_classes=make_tokenizer(), max_steps=2)
+        trainer = run(trainer_class, ExplorationConfig, folder, **options)
+        out[name] = {"calls": model.num_calls, "rewards": sorted(set(trainer.echo.rewards.tolist()))}
+    return out
+
+
 def main(folder):
     out = {}
     plain = run(GRPOTrainer, GRPOConfig, folder, **SPANNING)
     rank = plain.accelerator.process_index
     out["num_processes"] = plain.accelerator.num_processes
+    out["reward models"] = reward_models(folder)
     out["base"] = compare(run(ExplorationTrainer, ExplorationConfig, folder, **SPANNING), plain)
     out["weight zero"] = compare(
         run(DeepGRPOTrainer, DeepGRPOConfig, folder, aux_loss_weight=0.0, **CUTS, **SPANNING), plain

@@ -17,7 +17,7 @@ from trl_explore.errors import UsageError
 from trl_explore.evaluation.presets import preset_names
 from trl_explore.fitting_table import FittingTable
 from trl_explore.runs.inputs import check_deciding_reward, check_output_dir
-from trl_explore.runs.models import ModelSource, find_model, load_model, load_tokenizer
+from trl_explore.runs.models import ADAPTER_CONFIG, ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.visible_text import visible_text
 
@@ -157,7 +157,7 @@ def run(argv: list[str]) -> int:
     for benchmark in benchmarks:
         check_deciding_reward(args.success_reward, benchmark.reward_funcs)
     samplings = [_sampling(args, benchmark) for benchmark in benchmarks]
-    weights = _fingerprint(source, args.model_revision)
+    weights = _fingerprint(args, source)
     model = {"name": args.model_name_or_path, "adapter": args.adapter_name_or_path, "weights": weights}
     output = Path(args.output_dir).expanduser() / "results.json"
     earlier = _earlier_results(output, model)
@@ -225,19 +225,33 @@ def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
     return sampling
 
 
-def _fingerprint(source: ModelSource, revision: str) -> str:
-    """Return a fingerprint of a model's weights without loading them."""
+def _fingerprint(args: argparse.Namespace, source: ModelSource) -> str:
+    """Return a fingerprint of a model's weights without loading them. Raise a UsageError if an adapter on the Hub
+    cannot be found."""
     from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import cached_file
 
     from trl_explore.saving.fingerprints import digest, folder_probes
 
     parts: list[bytes] = []
-    for name, config in ((source.base, "config.json"), (source.adapter, "adapter_config.json")):
-        if name is not None and Path(name).is_dir():
-            parts += folder_probes(Path(name))
-        elif name is not None:
-            # The path of a cached file contains the commit, so the fingerprint changes when the model on the Hub does.
-            parts.append(f"{name} {try_to_load_from_cache(name, config, revision=revision)}".encode())
+    base, adapter = source.base, source.adapter
+    if Path(base).is_dir():
+        parts += folder_probes(Path(base))
+    else:
+        # The path of a cached file contains the commit, so the fingerprint changes when the model on the Hub does.
+        # `find_model` has downloaded this file.
+        path = try_to_load_from_cache(base, "config.json", revision=args.model_revision)
+        parts.append(f"{base} {path}".encode())
+    if adapter is not None and Path(adapter).is_dir():
+        parts += folder_probes(Path(adapter))
+    elif adapter is not None and args.vllm_server_base_url is not None:
+        parts.append(adapter.encode())  # the name that the server lists, which need not exist on the Hub
+    elif adapter is not None:
+        try:
+            path = cached_file(adapter, ADAPTER_CONFIG)  # is downloaded if it is not in the cache
+        except OSError as error:
+            raise UsageError(f"adapter_name_or_path={adapter!r} cannot be loaded: {error}") from error
+        parts.append(f"{adapter} {path}".encode())
     return digest(parts)
 
 

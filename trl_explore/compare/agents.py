@@ -1,6 +1,7 @@
 """Evaluation of an agent on held-out tasks. It uses `trainer.evaluate`, which samples and rewards trajectories."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from trl_explore.evaluation.metrics import pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.rewards.success import is_success
-from trl_explore.rows.advantages import success_rewards
+from trl_explore.rows.advantages import combine_rewards, success_rewards
 from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.trainers.base import watch
 
@@ -36,9 +37,9 @@ def agent_evaluation(
     """
     Return a function that measures an agent's mean reward and pass@k on the trainer's `eval_dataset`.
 
-    The mean reward is TRL's metric `eval_reward`: the mean over
-    the evaluation batches of each batch's mean. The evaluation restores the random state and the trainer's logging, so
-    training continues as it would without the evaluation.
+    The mean is over all samples that have a reward. TRL's own metric `eval_reward` is a mean of the batches' means,
+    which gives a smaller last batch too much weight. The evaluation restores the random state and the trainer's
+    logging, so training continues as it would without the evaluation.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -59,22 +60,25 @@ def agent_evaluation(
     """
 
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
+        totals: list[float] = []  # the weighted sum of each sample's rewards
         deciding: list[float] = []  # the reward of each sample that decides whether it is a success
         should_log = trainer.control.should_log  # `evaluate` logs its metrics, and every log resets this flag
 
         def add_rewards(*arguments_and_rewards: Any) -> None:
             # The last value is the result of TRL's `_calculate_rewards`: a reward per sample and reward function.
             rewards, names = arguments_and_rewards[-1], trainer.reward_func_names
+            totals.extend(combine_rewards(rewards, trainer.reward_weights).tolist())
             deciding.extend(success_rewards(rewards, trainer.reward_weights, names, success_reward).tolist())
 
         end_watch = watch(trainer, "rewarded", add_rewards)
         try:
             with undisturbed(trainer.model, seed=seed):
-                metrics = trainer.evaluate()
+                trainer.evaluate()
         finally:
             end_watch()
         trainer.control.should_log = should_log
-        found = {"eval/reward": metrics["eval_reward"]}
+        known = [total for total in totals if not math.isnan(total)]
+        found = {"eval/reward": fmean(known) if known else None}
         if not k:
             return found
         correct, num_samples = [0] * num_tasks, trainer.num_generations_eval

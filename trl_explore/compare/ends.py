@@ -72,6 +72,22 @@ def appeared(count: int) -> bool:
     return count > 0 and float(binomtest(count, count, alternative="greater").pvalue) < LEVEL
 
 
+def successes_at_start(runs: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[int]]:
+    """
+    Return the successes per problem before training, by seed.
+
+    All arms of a seed start from the same model, so only the arm that was first in the list when its run began has
+    `end_correct` at its first point. Seeds without such a run are left out. This happens if the user moves an arm to
+    another place in the list after the runs of other arms have begun.
+    """
+    starts: dict[int, Sequence[int]] = {}
+    for run in runs:
+        first_point = run["points"][0]
+        if "end_correct" in first_point:
+            starts.setdefault(run["seed"], first_point["end_correct"])
+    return starts
+
+
 def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_samples: int) -> list[Ends]:
     """
     Average pass@k and the problems newly solved and lost over the seeds of each arm.
@@ -79,24 +95,20 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
     Args:
         runs (`Sequence[Mapping]`):
             Runs; every arm has the same seeds. The last point of each run has `end_correct`, the number of successes
-            per problem. All arms of a seed start from the same model, so only one of them needs `end_correct` at its
-            first point.
+            per problem. Seeds that [`successes_at_start`] leaves out do not count.
         arms (`Sequence[str]`):
             Names of the arms.
         num_samples (`int`):
             Samples per problem.
 
     Returns:
-        `list[Ends]`: An entry for the model before training, then one entry per arm.
+        `list[Ends]`: An entry for the model before training, then one entry per arm. Empty if no seed counts.
     """
     by_run = {(run["arm"], run["seed"]): run["points"] for run in runs}
-    seeds = sorted({run["seed"] for run in runs})
-    starts = []
-    for seed in seeds:
-        # The arm that was first in the list when this seed was trained has `end_correct`. The user may have changed
-        # the order of the arms since.
-        first_points = [by_run[arm, seed][0] for arm in arms]
-        starts.append(next(point["end_correct"] for point in first_points if "end_correct" in point))
+    starts_by_seed = successes_at_start(runs)
+    seeds = sorted(starts_by_seed)
+    if not seeds:
+        return []
 
     def at_k(counts: Sequence[Sequence[int]]) -> dict[int, tuple[float, float | None]]:
         pass_at = {}
@@ -107,6 +119,7 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
             pass_at[k] = interval(per_seed)
         return pass_at
 
+    starts = [starts_by_seed[seed] for seed in seeds]
     entries = [Ends("before training", at_k(starts))]
     for arm in arms:
         ends = [by_run[arm, seed][-1]["end_correct"] for seed in seeds]

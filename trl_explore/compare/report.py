@@ -14,7 +14,7 @@ from trl_explore.compare.costs import (
     other_starts,
     paired_values,
 )
-from trl_explore.compare.ends import ends_table, summarize_ends
+from trl_explore.compare.ends import ends_table, successes_at_start, summarize_ends
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
@@ -171,8 +171,11 @@ def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
         return []
     named = "; ".join(f"{arm} (seed {', '.join(map(str, sorted(seeds)))})" for arm, seeds in others.items())
     return [
-        f"Began at other values than {base}: {named}. Two machines round differently, so the warm starts of a tiny "
-        "model differ too. For a comparison from the same start, train all arms on one machine."
+        f"Began at other values than {base}: {named}. So something differed before the training, and the difference "
+        "to the first arm is not due to the training alone. Possible reasons: an option of the arm also changes the "
+        "evaluation, such as `temperature` or `max_completion_length`; the arms ran on different machines, which "
+        "round differently; or the sampling does not repeat its results, such as vLLM. For a comparison from the same "
+        "start, train all arms on one machine with the same sampling options."
     ]
 
 
@@ -249,11 +252,18 @@ def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) 
         return ""
     names = [arm.name for arm in comparison.arms]
     found = summarize_ends(runs, names, comparison.samples_at_ends)
+    if not found:
+        return f"\nNo run took {comparison.samples_at_ends} samples per problem before training.\n"
+    left_out = sorted({run["seed"] for run in runs} - successes_at_start(runs).keys())
+    note = ""
+    if left_out:
+        note = f" Seeds without such samples before training do not count: {', '.join(map(str, left_out))}."
+    num_problems = len(runs[0]["points"][-1]["end_correct"])  # fewer than `num_eval` if the split has fewer rows
     head = (
         f"\n{comparison.samples_at_ends} samples per problem, at the end of training. A problem is newly solved if it "
         "had no success before training and at least 5 after it, a significant difference at 5 % (binomial test). It "
-        f"is newly lost if it is the other way round. Mean numbers over seeds, of {comparison.num_eval} problems."
-        "\n\n"
+        f"is newly lost if it is the other way round. Mean numbers over seeds, of {num_problems} problems."
+        f"{note}\n\n"
     )
     return head + "\n".join(ends_table(found)) + "\n"
 

@@ -24,6 +24,7 @@ DEFAULT_TURNS = 50  # limit for games whose constructor has no argument of `LIMI
 # Arguments with which games limit their turns, each with the number of turns that a game takes beyond this limit.
 # Bandit asks for one more choice after its `num_turns` turns.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
+NUMBER_OF_VALUES = "N"  # in Secretary: another number would be another game, so `max_turns` does not change it
 SEED_OFFSET = 1_000_000  # difference between the default seed of the evaluation rows and the seed of the training rows
 NUM_SEEDS = 2**31  # seeds of games are below this number
 VARIANTS = ("-train", "-raw")  # an id with one of these ends names the same game with other wrappers
@@ -80,8 +81,9 @@ class TextArenaSpec:
             a million.
         max_turns (`int`, *optional*):
             Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game's constructor has an
-            argument `max_turns`, it gets this number too. Other limits, such as Wordle's `num_guesses`, stay as they
-            are. `None` uses the game's own limit, or 50 if its constructor has no argument for a limit.
+            argument for a limit, such as `max_turns` or Wordle's `num_guesses`, and `config` does not contain it, the
+            game gets this number too. `None` uses the game's own limit, or 50 if its constructor has no argument for
+            a limit.
         system_prompt (`str`, *optional*):
             System message of each prompt.
         rules (`str`, *optional*):
@@ -94,7 +96,8 @@ class TextArenaSpec:
 
     Raises:
         ImportError: If TextArena is not installed.
-        ValueError: If there is no such game, the game cannot be used, or an argument is wrong.
+        ValueError: If there is no such game, the game cannot be used, an argument is wrong, or `max_turns` is lower
+            than a limit in `config` or than Secretary's number of values.
     """
 
     def __init__(
@@ -243,18 +246,30 @@ def _check_number(field: str, value: object, lowest: int) -> None:
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a game, and its maximum number of turns. If the game has an argument `max_turns`, the
-    arguments contain this number."""
+    """Return the arguments of a game, and its maximum number of turns. The arguments contain a limit for `max_turns`
+    if the game has one. Raise a ValueError if `max_turns` is lower than a limit that must stay as it is."""
     given = {**arguments_of(env_id), **config}
+    arguments = dict(config)
     if max_turns is None:
         limits = []
         for name, extra_turns in LIMITS.items():
             if given.get(name):
                 limits.append(given[name] + extra_turns)
         max_turns = min(limits, default=DEFAULT_TURNS)
-    arguments = dict(config)
-    if "max_turns" in given:
-        arguments["max_turns"] = max_turns
+        if "max_turns" in given:
+            arguments["max_turns"] = max_turns
+        return arguments, max_turns
+    for name, extra_turns in LIMITS.items():
+        if name not in given:
+            continue
+        highest = max_turns - extra_turns
+        if name not in config and name != NUMBER_OF_VALUES:
+            arguments[name] = highest
+        elif given[name] > highest:
+            raise ValueError(
+                f"`max_turns` is {max_turns}, but the rules of {env_id} announce `{name}={given[name]}`: set `{name}` "
+                f"to at most {highest}, or `max_turns` to at least {given[name] + extra_turns}."
+            )
     return arguments, max_turns
 
 

@@ -173,7 +173,7 @@ class Scorer:
         num_rows: int,
     ) -> RewardCall:
         """
-        Prepare a call of the reward functions for the rows whose rewards are not known.
+        Prepare a call of the reward functions for the rows whose rewards are not known. Every process must call it.
 
         Args:
             reward_funcs (`list`):
@@ -192,12 +192,16 @@ class Scorer:
         if known_rewards:
             missing = [known is None for known in known_rewards]
         logged = LoggedColumns(missing, known_extra)
+        calls_models = any(missing)
+        if any(isinstance(func, torch.nn.Module) for func in reward_funcs):
+            # A sharded reward model gathers its weights in every call, so either all processes call it or none.
+            calls_models = self.policy.ranks.most(any(missing)) > 0
         functions = []
         for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
             is_model = isinstance(func, torch.nn.Module)
             if not is_model:
                 func = _only_missing(checked(func, name), missing, logged.log_of(number))
-            elif not any(missing):
+            elif not calls_models:
                 func = _only_missing(func, missing, logged.log_of(number))
             # Otherwise, TRL calls the reward model for all rows. A model has no side effects, and `merge_rewards`
             # replaces its rewards of known rows.

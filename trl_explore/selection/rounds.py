@@ -42,6 +42,7 @@ class Rounds:
         self.solved = SuccessRates()
         self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # sums over the run
         self.rows_of: list[int] = []  # rows of each prompt of this process; empty if all prompts have `size` rows
+        self._before_step = self._now()  # what changes during an optimizer step, as it was at the start of the step
         self._warned = False
 
     @property
@@ -53,6 +54,10 @@ class Rounds:
         """Start with the first prompt of `data`. TRL makes its data loader for the same data at the same time."""
         if self.order is not None:
             self.order = PromptOrder(data, shuffle=shuffle, seed=seed)
+
+    def begin_step(self) -> None:
+        """Keep the state before an optimizer step, so that `state` can return it if the step fails."""
+        self._before_step = self._now()
 
     def forget_data(self) -> None:
         """Drop all success rates, because the data was replaced."""
@@ -128,15 +133,21 @@ class Rounds:
         self._warn_of(int(total["missing"]), rounds)
         return output, streams, keep
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        order = self.order
+    def state(self, *, before_step: bool = False) -> dict[str, Any]:
+        """Return the state for a checkpoint. With `before_step=True`, return the state before the current optimizer
+        step, so that a resumed run takes the prompts of this step again."""
+        values = self._before_step if before_step else self._now()
         return {
-            "taken": None if order is None else order.taken,
-            "data": None if order is None else order.fingerprint(),
-            "rates": [[place, rate] for place, rate in self.solved.rates.items()],
-            "counts": dict(self.counts),
+            "taken": values["taken"],
+            "data": None if self.order is None else self.order.fingerprint(),
+            "rates": [[place, rate] for place, rate in values["rates"].items()],
+            "counts": values["counts"],
         }
+
+    def _now(self) -> dict[str, Any]:
+        """Return copies of the values that change during a step."""
+        taken = None if self.order is None else self.order.taken
+        return {"taken": taken, "rates": dict(self.solved.rates), "counts": dict(self.counts)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""

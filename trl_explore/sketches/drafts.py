@@ -78,6 +78,23 @@ def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], boo
     return []
 
 
+def answer_positions(text: str, *, opened: bool = False) -> list[int]:
+    """Return the positions of the characters of a response that belong to its answer. The arguments are those of
+    [`split_thoughts`]."""
+    opening = THINK if opened else ""
+    whole = opening + text
+    kept: list[int] = []
+    end = 0
+    for thought in THOUGHT.finditer(whole):
+        kept += range(end, thought.start())
+        end = thought.end()
+    kept += range(end, len(whole))
+    without_thoughts = "".join(whole[i] for i in kept)
+    # A `</think>` without `<think>` also ends a thought.
+    num_answer = len(without_thoughts.rpartition(END_THINK)[2])
+    return [i - len(opening) for i in kept[len(kept) - num_answer :]]
+
+
 def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
     """
     Split a response into its thoughts and its answer.
@@ -93,22 +110,23 @@ def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
         empty if the response has no such tag. Then the answer: the text without thoughts. A thought without
         `</think>` extends to the end of the response.
     """
-    opening = THINK if opened else ""
-    without_thoughts = THOUGHT.sub("", opening + text)
-    answer = without_thoughts.rpartition(END_THINK)[2]  # a `</think>` without `<think>` also ends a thought
+    answer = "".join(text[i] for i in answer_positions(text, opened=opened))
     if END_THINK not in text:
         return "", answer
     after_thoughts = text.rpartition(END_THINK)[2].lstrip()
     return text[: len(text) - len(after_thoughts)], answer
 
 
-def split_candidates(text: str, *, separator: str) -> list[str]:
-    """Return the candidates of a response in order, with duplicates. Remove numbers, bullets and empty candidates."""
+def split_candidates(text: str, *, separator: str) -> list[tuple[int, str]]:
+    """Return the candidates of a response in order, with duplicates: the position of the first character, and the
+    text. Remove numbers, bullets and empty candidates."""
     candidates = []
+    start = 0
     for part in text.split(separator):
-        candidate = LIST_MARK.sub("", part).strip()
-        if candidate:
-            candidates.append(candidate)
+        rest = LIST_MARK.sub("", part).lstrip()
+        if rest:
+            candidates.append((start + len(part) - len(rest), rest.rstrip()))
+        start += len(part) + len(separator)
     return candidates
 
 

@@ -3,12 +3,15 @@
 import math
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from trl_explore.explorers.explorer import Explored, PlainSampling, PromptGroup
+from trl_explore.sketches.candidates import Candidate, SampledList, sampled_part, token_ends
 from trl_explore.sketches.drafts import (
     END_THINK,
     THINK,
     Prompt,
+    answer_positions,
     diversity,
     fill_prompt,
     first_distinct,
@@ -18,7 +21,6 @@ from trl_explore.sketches.drafts import (
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
-Candidate = tuple[str, list[int]]  # text of the candidate, and the context that it was sampled from
 # Text that ends a thought at once, as chat templates write it. It follows a prompt that has begun a thought.
 NO_THOUGHT = f"\n{END_THINK}\n\n"
 
@@ -49,7 +51,7 @@ class Lists(Mode):
         completions: list[list[list[int]]] = []  # the different completions of each prompt, at most `size`
         logprobs: list[list[list[float | None]]] = []  # of their tokens; None for candidates, which come from a list
         for candidates, thought_end in zip(listed, thought_ends, strict=True):
-            completions.append([self._candidate_ids(text, thought_end) for text, _ in candidates])
+            completions.append([self._candidate_ids(candidate.text, thought_end) for candidate in candidates])
             logprobs.append([[None] * len(ids) for ids in completions[-1]])
         draft_seconds = time.perf_counter() - start
 
@@ -101,13 +103,19 @@ class Lists(Mode):
                     numbers.append(math.nan)
                     continue
                 number = i % len(candidates)
-                _, context = candidates[number]
-                # Leave out the end of the thought and the end token, because the policy did not sample them. In the
-                # list, a separator follows the candidate.
-                listed_ids = rows[number][len(thought_end) : -1]
-                self.drawn.append([Drawn(len(thought_end), context, listed_ids)])
+                self.drawn.append(self._drawn(candidates[number], rows[number], thought_end))
                 numbers.append(number)
         self.columns = {"candidate": numbers}
+
+    def _drawn(self, candidate: Candidate, row: list[int], thought_end: list[int]) -> list[Drawn]:
+        """Return the tokens of a row that the policy sampled in its list. It did not sample the end of the thought and
+        the end token. Without `off_policy_correction`, nobody needs these tokens, so return none."""
+        if not self.args.off_policy_correction:
+            return []
+        candidate_ids = row[len(thought_end) : -1]
+        ends = token_ends(candidate_ids, self._text_and_thoughts)
+        part = sampled_part(candidate, candidate_ids, ends, first=len(thought_end))
+        return [] if part is None else [part]
 
     def _candidates(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
         """
@@ -122,19 +130,17 @@ class Lists(Mode):
         return self._from_own_lists(prompts)
 
     def _from_one_list(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
-        """Take the first distinct candidates of one list per prompt. The context of a candidate is the request with
-        all earlier candidates of the list."""
+        """Take the first distinct candidates of one list per prompt."""
         size = self.size
         most = self.args.max_list_length or size * self.max_completion_length
-        request_ids, found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
+        found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
         listed = []
-        for ids, texts in zip(request_ids, found, strict=True):
-            candidates = []
-            for text in first_distinct(texts, size):
-                earlier = texts[: texts.index(text)]
-                candidates.append((text, ids + self._begun_list(earlier)))
-            listed.append(candidates)
-        return listed, found, num_tokens
+        texts_of_prompts = []
+        for candidates in found:
+            texts = [candidate.text for candidate in candidates]
+            listed.append([candidates[texts.index(text)] for text in first_distinct(texts, size)])
+            texts_of_prompts.append(texts)
+        return listed, texts_of_prompts, num_tokens
 
     def _from_own_lists(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
         """Sample a list for each row, and take its first candidate. An empty list gives no candidate."""
@@ -143,22 +149,16 @@ class Lists(Mode):
         prompt_of_rows = []
         for prompt in prompts:
             prompt_of_rows += [prompt] * size
-        request_ids, found, num_tokens = self._list_candidates(prompt_of_rows, most=most, rounds=1)
-        listed, texts = [], []
-        for start in range(0, len(request_ids), size):
-            candidates = []
-            texts_of_prompt = []
-            for row in range(start, start + size):
-                if found[row]:
-                    candidates.append((found[row][0], request_ids[row]))
-                    texts_of_prompt.append(found[row][0])
+        found, num_tokens = self._list_candidates(prompt_of_rows, most=most, rounds=1)
+        listed = []
+        texts_of_prompts = []
+        for start in range(0, len(found), size):
+            candidates = [of_row[0] for of_row in found[start : start + size] if of_row]
             listed.append(candidates)
-            texts.append(texts_of_prompt)
-        return listed, texts, num_tokens
+            texts_of_prompts.append([candidate.text for candidate in candidates])
+        return listed, texts_of_prompts, num_tokens
 
-    def _list_candidates(
-        self, prompts: list[Prompt], *, most: int, rounds: int
-    ) -> tuple[list[list[int]], list[list[str]], int]:
+    def _list_candidates(self, prompts: list[Prompt], *, most: int, rounds: int) -> tuple[list[list[Candidate]], int]:
         """
         Ask the policy for a list of candidates per prompt.
 
@@ -174,8 +174,7 @@ class Lists(Mode):
                 Maximum number of rounds.
 
         Returns:
-            `tuple`: Tokens of each prompt with the request for a list and the policy's thought, `[P][P_i]`; the texts
-            of its candidates, with duplicates; and the number of sampled tokens of all prompts.
+            `tuple`: The candidates of each prompt, with duplicates; and the number of sampled tokens of all prompts.
         """
         args, size = self.args, self.size
         slots = {"num_candidates": str(size)}
@@ -183,13 +182,14 @@ class Lists(Mode):
             [fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts]
         )
         prompt_lengths = list(map(len, request_ids))  # without thoughts, which are appended to `request_ids` below
-        found: list[list[str]] = [[] for _ in prompts]
+        found: list[list[Candidate]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))  # prompts whose list may go on: the last round added a candidate
         for _ in range(rounds):
             continued: list[int] = []  # prompts whose list is begun or continued in this round
             prefixes, budgets, begun = [], [], []
-            for i, texts in enumerate(found):
+            for i, candidates in enumerate(found):
+                texts = [candidate.text for candidate in candidates]
                 if i not in open_lists or len(set(texts)) >= size:
                     continue
                 prefix = request_ids[i] + self._begun_list(first_distinct(texts, size))
@@ -202,18 +202,29 @@ class Lists(Mode):
             lists = self.sample(prefixes, 1, budgets, main_stream=True, begun=begun)
             for i, prefix, (continuation,) in zip(continued, prefixes, lists, strict=True):
                 text = self._text_and_thoughts(continuation.token_ids)
-                thought, answer = split_thoughts(text, opened=self._begins_thought(prefix))
+                opened = self._begins_thought(prefix)
+                thought, answer = split_thoughts(text, opened=opened)
                 if not continuation.finished:
                     # The list was cut off, maybe in the middle of a candidate. Keep the candidates before a separator.
                     answer = answer.rpartition(args.candidate_separator)[0]
-                texts = split_candidates(answer, separator=args.candidate_separator)
                 if not found[i]:
                     request_ids[i] = request_ids[i] + self.encode(thought)
-                if set(texts) <= set(found[i]):
+                earlier = {candidate.text for candidate in found[i]}
+                positions = answer_positions(text, opened=opened)
+                source = self._sampled_list(prefix, continuation.token_ids)
+                for start, candidate in split_candidates(answer, separator=args.candidate_separator):
+                    found[i].append(Candidate(candidate, positions[start], source))
+                if earlier == {candidate.text for candidate in found[i]}:
                     open_lists.discard(i)  # the policy added no new candidate
-                found[i] += texts
                 num_tokens += len(continuation.token_ids)
-        return request_ids, found, num_tokens
+        return found, num_tokens
+
+    def _sampled_list(self, prefix: list[int], token_ids: list[int]) -> SampledList:
+        """Note what was sampled from which prefix. Only `off_policy_correction` needs the ends of the tokens."""
+        ends: list[int] = []
+        if self.args.off_policy_correction:
+            ends = token_ends(token_ids, self._text_and_thoughts)
+        return SampledList(prefix, token_ids, ends)
 
     def _begun_list(self, texts: list[str]) -> list[int]:
         """Return the tokens of a list with these candidates, each with a separator after it."""
@@ -235,9 +246,14 @@ class Lists(Mode):
     def _text_and_thoughts(self, token_ids: list[int]) -> str:
         """Decode tokens without special tokens, but with `<think>` and `</think>`, which are special in some
         tokenizers."""
+        kept = [token_id for token_id in token_ids if token_id not in self._removed_ids]
+        return self.policy.tokenizer.decode(kept, skip_special_tokens=False)
+
+    @cached_property
+    def _removed_ids(self) -> set[int]:
+        """Ids of the special tokens, except `<think>` and `</think>`."""
         removed = set()
         for token_id, token in self.policy.tokenizer.added_tokens_decoder.items():
             if token.special and token.content not in (THINK, END_THINK):
                 removed.add(token_id)
-        kept = [token_id for token_id in token_ids if token_id not in removed]
-        return self.policy.tokenizer.decode(kept, skip_special_tokens=False)
+        return removed

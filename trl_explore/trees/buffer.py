@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.rows.policy import Policy
+from trl_explore.saving.records import FileRefusedError
 from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
 from trl_explore.trees.search import Leaf, Tree, Verdict, backup, exchange, judge
@@ -20,12 +21,12 @@ class ReplayBuffer:
 
     def __init__(self, policy: Policy, args: "TreeGRPOConfig") -> None:
         self.policy, self.args = policy, args
-        options: dict[str, Any] = dict(
+        self._options: dict[str, Any] = dict(
             solutions_per_prompt=self.args.replay_solutions, threshold=self.args.replay_threshold
         )
-        self.solutions = SolutionCache(**options)
+        self.solutions = SolutionCache(**self._options)
         if self.args.replay_file is not None:
-            self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **options)
+            self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **self._options)
         self.placed: set[tuple[int, int]] = set()  # tree number and node of the solutions in the newest batch
         self.path = Path(self.args.output_dir) / SOLUTIONS_FILE
         self.file = MethodFile(self.path, writes=policy.accelerator.is_main_process)
@@ -106,8 +107,7 @@ class ReplayBuffer:
         if self._file_is_current:
             append_solutions(self.path, entries)
         else:
-            write_cache(self.path, self.solutions, self.policy.tokenizer)
-            self._file_is_current = True
+            self._write_file()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. If a resumed run cannot continue the file, its size is 0."""
@@ -115,8 +115,31 @@ class ReplayBuffer:
         return {"solutions": self.solutions.state_dict(), "solutions_bytes": size}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned, and make the file show the restored solutions."""
         self.solutions.load_state_dict(state["solutions"])
-        self._file_is_current = self.file.may_resume(state["solutions_bytes"])
-        if self._file_is_current:
-            self.file.cut_back(state["solutions_bytes"])
+        self._file_is_current = False
+        size = state["solutions_bytes"]
+        has_file = self.args.replay_buffer or size > 0
+        if not has_file or not self.policy.accelerator.is_main_process:
+            return
+        if self.file.may_resume(size):
+            self.file.cut_back(size)
+            self._file_is_current = self._file_has_solutions()
+        if not self._file_is_current:
+            self._write_file()
+
+    def _file_has_solutions(self) -> bool:
+        """Return whether the file consists of whole lines, and a run that reads it gets the solutions in memory. This
+        can be False after a cut, if the run wrote the whole file again after the checkpoint."""
+        if not self.path.read_bytes().endswith(b"\n"):
+            return False
+        try:
+            written = read_cache(self.path, self.policy.tokenizer, **self._options)
+        except FileRefusedError:
+            return False
+        return written.state_dict() == self.solutions.state_dict()
+
+    def _write_file(self) -> None:
+        """Write the whole file from the solutions in memory."""
+        write_cache(self.path, self.solutions, self.policy.tokenizer)
+        self._file_is_current = True
