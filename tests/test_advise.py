@@ -429,12 +429,13 @@ def test_the_newest_checkpoint_of_a_run_is_read(tmp_path, capsys):
 
 def test_groups_are_counted_in_the_completions_tables(tmp_path):
     (tmp_path / "completions").mkdir()
-    for step, rewards in ((1, [0, 0, 0, 1]), (2, [1, 1, 1, 0])):
-        table = {"step": [step] * 4, "prompt": ["p", "p", "q", "q"], "completion": ["x"] * 4, "parity": rewards}
-        pandas.DataFrame({**table, "advantage": [0.0] * 4}).to_parquet(
+    for step, rewards in ((1, [0, 0, 0, 1, None, None]), (2, [1, 1, 1, 0, None, None])):
+        table = {"step": [step] * 6, "prompt": [*"ppqqrr"], "completion": ["x"] * 6, "parity": rewards}
+        pandas.DataFrame({**table, "advantage": [0.0] * 6}).to_parquet(
             tmp_path / "completions" / f"completions_{step:05d}.parquet"
         )
     logs = history(reward=(0.2, 0.8), **{"rewards/parity/mean": (0.2, 0.8)})
+    logs[8] |= {"reward": None, "rewards/parity/mean": None}  # a batch whose completions have no reward
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     signs = read_signs(tmp_path)
     assert (signs.all_wrong, signs.all_right) == (Pair(0.5, 0.0), Pair(0.0, 0.5))

@@ -7,12 +7,13 @@ import pytest
 import torch
 from commands import run_example
 from peft import LoraConfig
-from test_branpo import Lake, OwnState, Uncopyable, Voice, make, only_a_branch_succeeds
+from test_branpo import Judged, Lake, OwnState, Uncopyable, Voice, make, only_a_branch_succeeds
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
 
 from trl_explore.agent_trees.credit import leaf_advantages
 from trl_explore.agent_trees.nodes import Span, draw_leaves, draw_nodes, open_nodes
+from trl_explore.agents.environments import environment_error
 from trl_explore.rows.advantages import relative_rewards
 from trl_explore.rows.streams import loss_mask
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
@@ -255,6 +256,42 @@ def test_a_branch_whose_environment_raises_is_no_leaf(tmp_path, voice, monkeypat
     dropped = trainer._metrics["train"]["branch/dropped"][0]
     assert sorted(trainer.branch_explorer.trees) == sound and 0 < len(sound) < 8 and dropped > 0
     assert sum(len(tree.branches) for tree in trainer.branch_explorer.trees.values()) == 4 * len(sound) - dropped
+    assert trainer._metrics["train"]["agent/environment_errors"] == [8 - len(sound) + dropped]
+
+
+def test_a_branch_that_loses_its_judge_is_no_leaf(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Judged, "calls", 0)
+    monkeypatch.setattr(Judged, "lost", range(9, 1000, 2))  # every second call that is of a branch
+    voice()
+    trainer = agent(tmp_path, factory=Judged)
+    one_batch(trainer)
+    leaves = [branch for tree in trainer.branch_explorer.trees.values() for branch in tree.branches]
+    assert len(leaves) == 8 and all(environment_error(leaf.environment) is None for leaf in leaves)
+    assert trainer._metrics["train"]["branch/dropped"] == [8]
+    assert trainer._metrics["train"]["agent/environment_errors"] == [8]
+
+
+def first_group_succeeds(environments, **columns):
+    return [float(row < 4) for row in range(len(environments))]
+
+
+@pytest.mark.parametrize("factory", [Lake, OwnState, Uncopyable])
+def test_only_the_last_prompt_grows_in_several_rounds(tmp_path, voice, factory):
+    voice()
+    options = dict(num_rounds=2, num_expansions=1, explore_prompts="unsolved")
+    trainer = agent(tmp_path, factory=factory, reward_funcs=[first_group_succeeds], **options)
+    one_batch(trainer)
+    assert sorted(trainer.branch_explorer.trees) == [4, 5, 6, 7]
+
+
+def test_trees_of_several_rounds_know_the_environment_of_their_prompt(tmp_path, voice):
+    voice()
+    factories = {"own": OwnState, "plain": Lake}
+    trainer = agent(tmp_path, factory=factories, kinds=["own", "plain"], num_rounds=2)
+    one_batch(trainer)
+    assert trainer.forks.states._kinds == {"own": "snapshot", "plain": "copy"}
+    for row, tree in trainer.branch_explorer.trees.items():
+        assert {type(branch.environment) for branch in tree.branches} == {OwnState if row < 4 else Lake}
 
 
 def test_only_unsolved_prompts_grow(tmp_path, voice):

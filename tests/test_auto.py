@@ -5,6 +5,7 @@ Hints and replay have tests of their own, in `test_hints_and_replay.py`.
 
 import itertools
 import re
+from dataclasses import replace
 from random import Random
 
 import pandas as pd
@@ -250,6 +251,40 @@ def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path)
     assert trainer.branch_explorer.estimates.sums["resample"].contrast == 0
 
 
+@pytest.mark.parametrize("success_reward", [None, "graded"])
+def test_rows_that_are_masked_are_no_contrast(tmp_path, success_reward):
+    options = dict(explorers=["resample"], success_reward=success_reward, **ALWAYS)
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=graded, mask_truncated_completions=True, **options)
+    trainer.branch_explorer.estimates.discount = 1.0
+    num_signals = num_trained = num_masked_groups = 0
+    for _ in range(4):
+        output = one_batch(trainer)
+        is_trained = output["completion_mask"].any(dim=1)
+        masked_groups = ~is_trained.view(-1, 4).any(dim=1)
+        rewards = trainer.scorer.totals().view(-1, 4)
+        has_contrast = (rewards.amax(dim=1) > rewards.amin(dim=1)) & ~masked_groups
+        explored = sum(found.num_prompts for found in trainer.branching.results)
+        assert explored >= int((~has_contrast).sum())
+        num_masked_groups += int(masked_groups.sum())
+        for found in trainer.branching.results:
+            signal = found.scored.rows["advantages"].abs() > 1e-3
+            num_signals += int(signal.sum())
+            num_trained += int((signal & found.scored.rows["completion_mask"].any(dim=1)).sum())
+    contrast = trainer.branch_explorer.estimates.sums["resample"].contrast
+    assert num_masked_groups > 0 and num_signals > num_trained
+    assert contrast == num_trained / 4
+
+
+def test_grpos_rows_that_are_masked_are_no_contrast(tmp_path):
+    options = dict(reward_funcs=never, explorers=["resample"], mask_truncated_completions=True)
+    trainer = make_trainer(*AUTO, tmp_path, **options, **ALWAYS)
+    num_trained = int(one_batch(trainer)["completion_mask"].any(dim=1).sum())
+    (found,) = trainer.branching.results
+    changed = replace(found.branches, main_advantages=dict.fromkeys(range(8), 1.0))
+    contrast = trainer.branch_explorer._contrasts(replace(found, branches=changed))
+    assert contrast == num_trained / 4 and 0 < num_trained < 8
+
+
 def test_prompts_whose_rewards_differ_are_not_explored(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=graded, **ALWAYS)
     for _ in range(3):
@@ -314,6 +349,51 @@ def test_the_loss_of_an_explorer_weighs_as_much_as_its_share_of_the_prompts(tmp_
     for found in trainer.branching.results:
         name = found.explorer.stream.removeprefix("explored_")
         assert trainer.branching.streams()[found.explorer.stream][1] == min(1.0, 4 * shares[name])
+
+
+def one_unsolved(completion_ids, prompts, **columns):
+    """No success for the prompt 1+5=, only successes for 1+0= to 1+4=, and both for all other prompts."""
+    rewards = []
+    for place, prompt in enumerate(prompts):
+        if prompt == "1+5=":
+            rewards.append(0.0)
+        else:
+            rewards.append(1.0 if prompt[0] == "1" else float(place % 2))
+    return rewards
+
+
+def test_a_batch_of_several_rounds_counts_as_one(tmp_path):
+    refill = dict(dynamic_sampling="refill", shuffle_dataset=False, explore_discount=0.5)
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=one_unsolved, explorers=["resample"], **refill, **ALWAYS)
+    explorer, metrics = trainer.branch_explorer, trainer._metrics["train"]
+    given = []
+    prepare = trainer.stream_training.prepare
+    trainer.stream_training.prepare = lambda output, streams: given.append(streams) or prepare(output, streams)
+    one_batch(trainer)
+    metrics.clear()
+    for sums in explorer.estimates.sums.values():
+        sums.tokens = 1000.0
+    before = trainer.sample.tokens.own
+    trainer.rounds.order.begin(5)
+    trainer._generate_and_score_completions(trainer.main_examples)
+    # 0+5= and 1+0=, then 1+1= to 1+5= and 2+0= one by one: one explored prompt of eight.
+    assert metrics["selection/rounds"] == [7] and metrics["explore/share/resample"] == [0.125]
+    assert given[-1]["explored_resample"][1] == 0.5
+    sampled = metrics["explore/sampled_tokens/resample"]
+    assert len(sampled) == len(metrics["explore/contrast_per_token/plain"]) == 1
+    assert explorer.estimates.sums["resample"].tokens == 500 + sampled[0]
+    assert explorer.estimates.sums[PLAIN].tokens == 500 + trainer.sample.tokens.own - before - sampled[0]
+
+
+def test_prompts_that_only_fill_up_a_round_are_neither_explored_nor_counted(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **ALWAYS)
+    begin, metrics = trainer.branching.begin, trainer._metrics["train"]
+    trainer.branching.begin = lambda num_fillers=0: begin(1)
+    one_batch(trainer)
+    assert trainer.branch_explorer._sources == ["resample", PLAIN]
+    assert metrics["explore/share/resample"] == [1.0]
+    tokens = trainer.sample.tokens.own - metrics["explore/sampled_tokens/resample"][0]
+    assert 0 < trainer.branch_explorer.estimates.sums[PLAIN].tokens < tokens
 
 
 def test_rows_that_are_compared_with_grpos_rows_share_its_mean(tmp_path):
@@ -584,12 +664,47 @@ def test_an_agent_without_explorers_is_grpo_bit_for_bit(tmp_path, monkeypatch):
     assert_same(*runs)
 
 
-def test_turn_trees_of_several_rounds_keep_states(tmp_path, monkeypatch):
+def first_group_succeeds(environments, **columns):
+    return [float(row < 4) for row in range(len(environments))]
+
+
+@pytest.mark.parametrize("reward", [never, first_group_succeeds])
+def test_turn_trees_of_several_rounds_keep_states(tmp_path, monkeypatch, reward):
     says(Voice(0.5), monkeypatch.setattr)
-    options = dict(turn_trees=dict(num_expansions=2, num_rounds=2))
-    trainer = make_agent(tmp_path, explorers=["turn_trees"], explorer_options=options, reward_funcs=[never])
+    options = dict(turn_trees=dict(num_expansions=1, num_rounds=2))
+    trainer = make_agent(tmp_path, explorers=["turn_trees"], explorer_options=options, reward_funcs=[reward])
     one_batch(trainer)
     assert trainer.branching.results[0].num_tokens > 0
+
+
+class Dice(Lake):
+    """Its answers depend on chance, so that calls cannot be replayed."""
+
+    dice = Random(0)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        return super().move(direction) + Dice.dice.choice("abcdefgh")
+
+
+def test_an_agent_whose_answers_depend_on_chance_explores_from_copies(tmp_path, monkeypatch):
+    says(Voice(0.3), monkeypatch.setattr)
+    options = dict(factory=Dice, explorers=["tail_branches"], max_steps=3)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="by chance.*set `environment_state='copy'`"):
+        make_agent(tmp_path, **options).train()
+    trainer = make_agent(tmp_path, environment_state="copy", **options)
+    with pytest.warns(UserWarning, match="its answers depend on chance"):
+        trainer.train()
+    assert trainer.forks.states._kinds == {None: "copy"}
+    assert any(entry.get("explored_tail_branches/reward") is not None for entry in trainer.state.log_history)
 
 
 def test_rows_whose_environment_raised_are_not_sampled_again(tmp_path, monkeypatch):
@@ -659,6 +774,7 @@ BAD = {
     "discount above 1": (dict(explore_discount=1.5), "`explore_discount=1.5` must be"),
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
+    "environment state": (dict(environment_state="kept"), "`environment_state`: unknown value 'kept'"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),
     "a second limit": (
         dict(generation_kwargs={"max_new_tokens": 4}),
@@ -693,7 +809,7 @@ AGENT_BAD = {
     "hints": (dict(explore="hints"), "`explore`: 'hints' explores completions of a single turn.*`explore='auto'`"),
     "one engine": (
         dict(explorer_options={"turn_trees": {"environment_state": "replay"}}),
-        r"`explorer_options\['turn_trees'\]`: `environment_state` cannot be set for one explorer",
+        r"`explorer_options\['turn_trees'\]`: `environment_state` is a field of the trainer: set it there",
     ),
     "limits": (
         dict(explorer_options={"tail_branches": {"interaction_limits": [2]}}),
@@ -717,8 +833,9 @@ def test_fields_of_the_choice_without_the_choice_are_an_error(tmp_path):
 
 def test_options_can_be_json_on_the_command_line():
     flags = ["--output_dir", "out", "--use_cpu", "true", "--explorers", "tree", "pivots"]
-    flags += ["--explorer_options", '{"tree": {"expansion_width": 3}}']
+    flags += ["--explorer_options", '{"tree": {"expansion_width": 3}}', "--environment_state", "copy"]
     (args,) = TrlParser(AutoExploreConfig).parse_args_and_config(flags)
+    assert args.environment_state == "copy"
     assert args.explorers == ["tree", "pivots"] and args.explorer_options == {"tree": {"expansion_width": 3}}
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
 )
 from trl_explore.trainers.base import watch
+from trl_explore.trainers.config import upgrade_config
 
 TIMING = ("runtime", "per_second", "_time")
 SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
@@ -514,6 +516,16 @@ def test_a_vllm_server_is_told_how_long_completions_may_be(tmp_path):
         make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, max_completion_length=None, **server)
 
 
+@pytest.mark.parametrize("method", ["tree_rl", "attn_rl", "deep_grpo", "branpo", "agent_tree_grpo"])
+@pytest.mark.parametrize("limit", [4, 12])
+def test_branches_and_main_rows_have_one_limit_of_tokens(tmp_path, method, limit):
+    trainer_class, config_class, options = tiny_methods()[method]
+    words = f"`generation_kwargs={{'max_new_tokens': {limit}}}` and `max_completion_length=8` are two limits of a "
+    words += f"completion, and {trainer_class.__name__} samples further rows up to the second: leave the first out."
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_trainer(trainer_class, config_class, tmp_path, **options, generation_kwargs={"max_new_tokens": limit})
+
+
 def test_a_stage_can_be_sampled_in_parts(tmp_path):
     trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, sampling_batch_size=3)
     trainer.model.train()
@@ -745,6 +757,24 @@ def test_a_plain_grpo_config_gets_the_methods_defaults(tmp_path):
     assert isinstance(trainer.args, ExplorationConfig)
     assert trainer.args.drop_zero_advantage is False
     assert vars(args).items() <= vars(trainer.args).items()
+
+
+def test_a_plain_grpo_config_keeps_the_values_of_its_user(tmp_path):
+    @dataclass
+    class OtherConfig(ExplorationConfig):
+        """Defaults that differ from GRPO's."""
+
+        epsilon_high: float | None = 0.28
+        beta: float = 0.5
+        scale_rewards: str = "none"
+        num_generations: int = 16
+
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, beta=0.1, per_device_train_batch_size=8)
+    upgraded = upgrade_config(args, OtherConfig)
+    assert (upgraded.epsilon_high, upgraded.scale_rewards) == (0.28, "none")
+    assert upgraded.beta == 0.1
+    # The size of a batch was computed from this field, so it stays.
+    assert (upgraded.num_generations, upgraded.generation_batch_size) == (8, args.generation_batch_size)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,30 @@ def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):
         assert wide[row, : len(branch.completion_ids)].tolist() == list(range(len(branch.completion_ids)))
 
 
+def test_a_group_with_credit_of_the_explorer_is_not_removed(tmp_path):
+    """The first group has credit, the second has only zeros."""
+    changes = dict(main_advantages={0: 0.0, 1: -2.0, 4: 0.0})
+    fields = dict(reward_funcs=never, dynamic_sampling="filter", log_completions=True)
+    trainer = make_trainer(of(changes), ExplorationConfig, tmp_path, **fields)
+    output = one_batch(trainer)
+    assert loss_mask(output).any(dim=1).tolist() == [True] * 4 + [False] * 4
+    assert trainer.rounds.columns()["contrast"] == [True] * 4 + [False] * 4
+
+
+def test_credit_on_another_process_keeps_the_part_of_a_group_here(tmp_path):
+    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path, reward_funcs=never, dynamic_sampling="filter")
+    one_batch(trainer)
+    rounds, ranks = trainer.rounds, trainer.ranks
+    assert not rounds.contrast().any()
+    # Six rows on each of two processes, in three groups of four. The other process has credited its first row.
+    ranks.number, ranks.index = 2, 0
+    other = torch.tensor([True] + [False] * 5)
+    ranks.gather = lambda rows: torch.cat([rows, other])
+    trainer.scorer.rewards_per_func = torch.zeros(12, 1)
+    rounds.credited = torch.zeros(6, dtype=torch.bool)
+    assert rounds.contrast().tolist() == [False] * 4 + [True] * 2
+
+
 def test_a_subclass_sees_the_explorers_credit_and_may_change_it(tmp_path):
     class Doubled(of(dict(main_advantages={2: 3.0}))):
         def assign_advantages(self, output):

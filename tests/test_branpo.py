@@ -98,6 +98,18 @@ class Uncopyable(Lake):
         return super().move(direction) + ("abcdefgh"[self.count % 8] if self.moody else "")
 
 
+class Judged(Lake):
+    """Loses its judge in the calls of `get_reward`, of all instances, whose numbers are in `lost`."""
+
+    calls, lost = 0, ()
+
+    def get_reward(self):
+        Judged.calls += 1
+        if Judged.calls in self.lost:
+            raise ConnectionError("no judge")
+        return super().get_reward()
+
+
 class Voice:
     """Stands for what the model says: a random move, or, now and then, a last word."""
 
@@ -129,6 +141,7 @@ def voice(monkeypatch):
 def sound_lake(monkeypatch):
     monkeypatch.setattr(Lake, "breaks", "")
     monkeypatch.setattr(Uncopyable, "moody", False)
+    monkeypatch.setattr(Judged, "calls", 0)
 
 
 def odd_steps(environments, **columns):
@@ -800,7 +813,33 @@ def test_branches_of_broken_environments_are_discarded(tmp_path, voice, monkeypa
     branches = [branch for _, found in sampled for branch in found]
     broken = [b for b in branches if "direction=r" in trainer._tokenizer.decode(b.completion_ids[b.start :])]
     assert broken and not any(branch.complete for branch in broken)
-    assert not {row for row, failed in enumerate(trainer.turns.failed) if failed} & {b.row for b in branches}
+    failed = {row for row, failed in enumerate(trainer.turns.failed) if failed}
+    assert not failed & {b.row for b in branches}
+    raised = [branch for branch in branches if environment_error(branch.environment) is not None]
+    assert raised and trainer._metrics["train"]["agent/environment_errors"] == [len(failed) + len(raised)]
+
+
+def test_branches_that_lose_their_judge_are_discarded(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Judged, "lost", range(9, 1000, 2))  # the first eight calls are of the main rows
+    voice()
+    trainer = agent(tmp_path, factory=Judged)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    lost = [branch for branch in branches if environment_error(branch.environment) is not None]
+    assert kept and len(lost) > 4 and not {*map(id, lost)} & {*map(id, kept.values())}
+    cut_off = [branch for branch in branches if not branch.complete]
+    assert trainer._metrics["train"]["branch/incomplete"] == [len(lost) + len(cut_off)]
+    assert trainer._metrics["train"]["agent/environment_errors"] == [len(lost)]
+
+
+def test_main_rows_that_lose_their_judge_get_no_branches(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Judged, "lost", range(1, 9, 2))
+    voice()
+    trainer = agent(tmp_path, factory=Judged)
+    with pytest.warns(UserWarning, match="an environment raised ConnectionError: no judge"):
+        _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert trainer.turns.failed == [True, False] * 4
+    assert {branch.row for _, found in sampled for branch in found} == {1, 3, 5, 7}
 
 
 def search(query: str) -> str:
@@ -1006,13 +1045,30 @@ class Served(Uncopyable):
         self._ask_server("move")
         return super().move(direction)
 
+    def get_reward(self):
+        self._ask_server("get_reward")
+        return super().get_reward()
 
-@pytest.mark.parametrize("method", ["reset", "move"])
+
+@pytest.mark.parametrize("method", ["reset", "move", "get_reward"])
 def test_an_environment_that_lost_its_service_stops_the_run(tmp_path, voice, monkeypatch, method):
     monkeypatch.setattr(Served, "lost_method", method)
     voice(stops=0)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*ConnectionError: refused"):
         agent(tmp_path, factory=Served).train()
+
+
+def test_a_judge_that_dies_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
+    options = dict(factory=Served, max_steps=4, save_strategy="steps", save_steps=100)
+    voice()
+    trainer = agent(tmp_path, **options)
+    count_batches(trainer, lambda number: monkeypatch.setattr(Served, "lost_method", "get_reward" * (number == 2)))
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=r"raised \(8 of 8\).*checkpoint-2'"):
+        trainer.train()
+    monkeypatch.setattr(Served, "lost_method", "")
+    again = agent(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
 
 
 @pytest.mark.parametrize("method", ["reset", "move"])

@@ -23,6 +23,7 @@ from trl_explore.trainers import (
     BranPOConfig,
     DeepGRPOConfig,
     DeepGRPOTrainer,
+    EvolRLTrainer,
     ExplorationTrainer,
     SESAConfig,
 )
@@ -73,6 +74,28 @@ def test_every_method_has_the_same_headings_and_its_own_paper(trainer):
     own_tag = {"auto": "auto-explore"}.get(trainer.method, trainer.method.replace("_", "-"))
     assert {"trl-explore", f"arxiv:{paper['id']}", own_tag} <= set(card.data.tags)
     assert metadata_errors(str(card)) == [] and "None" not in card.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown", "not_shown"),
+    [
+        ({}, ["GRPO without labels", "most frequent answer", "from 0.5 to 1", "without an answer get -1"], []),
+        (
+            dict(correctness="reward", novelty_band=0.2),
+            ["The reward functions decided", "`success_threshold`", "from 0.8 to 1, wrong ones from -1 to -0.8"],
+            ["without labels", "majority", "frequent answer", "from 0.5"],
+        ),
+        (dict(novelty_band=0.0), ["Right completions get the reward 1, all others -1"], ["unusual", "novelty of a"]),
+        (dict(correctness="reward", novelty_band=0.0), ["EVOL-RL trains as GRPO does"], ["unusual", "1. "]),
+        (dict(novelty_scores="shuffled"), ["permuted at random"], ["unusual"]),
+    ],
+    ids=str,
+)
+def test_the_card_of_evol_rl_says_what_its_run_did(fields, shown, not_shown):
+    text = model_card(facts(EvolRLTrainer, hyperparameters=fields)).text
+    text = text[text.index("## Overview") : text.index("## Implementation notes")]
+    assert [words for words in shown if words not in text] == []
+    assert [words for words in not_shown if words in text] == []
 
 
 def test_the_check_of_metadata_finds_what_the_hub_refuses():

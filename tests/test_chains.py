@@ -203,6 +203,17 @@ def test_without_a_number_all_leaves_are_trained():
     assert choose_trained(GOLDEN, None, generator=generator()) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_leaves_that_are_masked_are_not_chosen(seed):
+    leaves = []
+    for i in range(9):
+        leaves.append(TreeCompletion([0], None if i < 3 else 0, solved=i in (0, 6), is_trained=i in (1, 4, 5, 6)))
+    assert choose_trained(leaves, None, generator=generator()) == [1, 4, 5, 6]
+    drawn = choose_trained(leaves, 3, generator=torch.Generator().manual_seed(seed))
+    # The successful chain is masked, so the successful branch is chosen first.
+    assert len(drawn) == 3 and drawn[0] == 1 and drawn[-1] == 6 and set(drawn) <= {1, 4, 5, 6}
+
+
 # ----------------------------------------------------------------------------------------------------------- influence
 
 

@@ -175,6 +175,20 @@ def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
     assert "'out' holds another comparison: seeds: 1 in the folder, not in this comparison" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("changed", ["training rows", "model"])
+def test_other_data_or_another_model_of_the_same_name_are_refused(whole, workdir, capsys, changed):
+    shutil.copytree(whole[0], "out")
+    more = {**OWN, "seeds": [0, 1]}
+    if changed == "model":
+        make_model(seed=7).save_pretrained("tiny")
+    else:
+        make_dataset().map(lambda row: {"answer": ""}).to_json("data.jsonl")
+    assert compare(more, "--output_dir", "out") == 2
+    assert f"'out' holds runs of other inputs. Changed under the same name: {changed}." in capsys.readouterr().err
+    assert list(stamps("out")) == list(stamps(whole[0]))
+    assert compare(OWN, "--output_dir", "out") == 0  # the results of finished runs can still be shown
+
+
 def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole, workdir, capsys):
     shutil.copytree(whole[0], "out")
     shutil.rmtree("out/deep-2-seed0")

@@ -352,6 +352,7 @@ def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
     settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
     assert settings["task_config"] == {"harder": True} and settings["model_name_or_path"] == "./tiny"
     assert settings["common"]["max_completion_length"] == 6 and "warm_start_steps" not in settings
+    assert settings.pop("fingerprints").keys() == {"training_rows", "held_out_rows", "model"}
     assert read_comparison(settings).document() == settings
     # The same command goes on, here with nothing left to do.
     assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0

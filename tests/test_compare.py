@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from trl_explore.cli.compare import TASK_NAMES
 from trl_explore.compare.costs import interval, mean_curve, other_starts, paired_values, t_95
@@ -16,6 +17,8 @@ from trl_explore.compare.settings import METRICS, read_comparison
 from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
 from trl_explore.runs.embedded import ALL_TASKS
+from trl_explore.saving import fingerprints
+from trl_explore.saving.fingerprints import rows_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = {
@@ -337,9 +340,46 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path):
         ComparisonFolder(read_comparison(DOCUMENT), tmp_path / "comparison.yaml")
 
 
+def test_changed_inputs_are_refused_and_folders_without_fingerprints_are_not(tmp_path):
+    comparison, known = read_comparison(DOCUMENT), {"training_rows": "1a", "model": "2b"}
+    folder = ComparisonFolder(comparison, tmp_path)
+    folder.write_settings()
+    assert "fingerprints" not in (tmp_path / "comparison.yaml").read_text()
+    folder = ComparisonFolder(comparison, tmp_path)  # as folders were before they had fingerprints
+    folder.check_fingerprints(known)
+    folder.write_settings()
+    ComparisonFolder(comparison, tmp_path).write_settings()  # with nothing to train, they stay
+    again = ComparisonFolder(read_comparison({**DOCUMENT, "seeds": [0, 1, 7]}), tmp_path)
+    again.check_fingerprints(known)
+    with pytest.raises(UsageError, match="Changed under the same name: training rows, model.*--output_dir"):
+        again.check_fingerprints({"training_rows": "other", "model": "another", "held_out_rows": "3c"})
+    written = yaml.safe_load((tmp_path / "comparison.yaml").read_text())
+    assert written.pop("fingerprints") == known
+    assert read_comparison({**written, "fingerprints": known}).document() == written  # they are no setting
+
+
+def numbered(size, other=None):
+    """A data set whose rows are numbered, but for one that says something else."""
+    return Dataset.from_dict({"prompt": ["other" if number == other else str(number) for number in range(size)]})
+
+
+def test_a_fingerprint_of_rows_depends_on_all_of_them():
+    rows = [numbered(0), numbered(2500), numbered(2501), *(numbered(2500, place) for place in (0, 1234, 2499))]
+    assert len({rows_fingerprint(data) for data in rows}) == len(rows)
+    transformed = numbered(2500).with_transform(lambda batch: {"prompt": ["another"] * len(batch["prompt"])})
+    assert rows_fingerprint(transformed) == rows_fingerprint(numbered(2500))
+
+
+def test_a_fingerprint_of_many_rows_takes_evenly_spaced_ones(monkeypatch):
+    monkeypatch.setattr(fingerprints, "MOST_ROWS", 10)
+    usual = rows_fingerprint(numbered(25))  # of every third row
+    assert [rows_fingerprint(numbered(25, place)) == usual for place in (0, 1, 23, 24)] == [False, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("fingerprints: 3\narms: []\nseeds: []", "holds no comparison"),
         ("arms: [", "is no YAML file"),
         ("", "holds no comparison"),
         ("- 1", "holds no comparison"),

@@ -1,13 +1,15 @@
 """What a comparison in processes shows, and how its runs notice that their parent is gone."""
 
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_explore.compare import workers
 from trl_explore.compare.folder import ComparisonFolder
-from trl_explore.compare.settings import read_comparison
+from trl_explore.compare.run import CostCallback, Curve
+from trl_explore.compare.settings import Budget, read_comparison
 from trl_explore.compare.workers import ArmLines, HangUpCallback, ProgressSender
 from trl_explore.runs.workers import AT_WORK
 
@@ -69,6 +71,15 @@ def test_a_run_tells_its_parent_what_it_has_spent():
     teller.set_postfix(step=3, reward="0.25", refresh=False)
     teller.update(100)
     assert theirs.recv() == (AT_WORK, (600, "0.25"))
+
+
+def test_a_batch_without_rewards_shows_a_dash():
+    ours, theirs = Pipe()
+    costs = CostCallback(Budget(steps=10))
+    costs.cost.step = 3
+    curve = Curve(costs, "step", 10, ProgressSender(ours))
+    curve.on_log(None, SimpleNamespace(global_step=3), None, {"completions/mean_length": 4.0, "reward": None})
+    assert theirs.recv() == (AT_WORK, (3, "-"))
 
 
 def test_a_run_whose_parent_is_gone_is_saved_and_stops_at_its_next_step(tmp_path):

@@ -359,6 +359,12 @@ REFUSED = {
     "`count_bonus=-1.0` must be at least 0": dict(count_bonus=-1.0),
     "`count_bonus=inf` must": dict(count_bonus=float("inf")),
     "`count_bonus_scope`: unknown value 'run'; choose one of batch, history": dict(count_bonus_scope="run"),
+    "`dynamic_sampling='filter'` drops groups .*`count_bonus=0.1` trains them": dict(
+        count_bonus=0.1, dynamic_sampling="filter"
+    ),
+    "`dynamic_sampling='refill'` drops groups .*`count_bonus=0.2` trains them": dict(
+        count_bonus=0.2, count_bonus_scope="batch", dynamic_sampling="refill"
+    ),
     "`clip_cov=2.0` must be a share": dict(clip_cov=2.0),
     "`kl_cov=-0.1` must be a share": dict(kl_cov=-0.1),
     "`clip_cov_low=nan`": dict(clip_cov_low=float("nan")),

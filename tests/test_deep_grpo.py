@@ -254,6 +254,16 @@ def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot
     assert trainer._metrics["train"]["pivots/tried"] == [8]
 
 
+def test_the_cap_is_of_all_rounds_of_a_batch(tmp_path):
+    refill = dict(dynamic_sampling="refill", max_sampling_rounds=3)
+    trainer = make_trainer(
+        DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **refill, max_pivots_per_batch=10, reward_funcs=never
+    )
+    for _ in range(2):
+        streams_of(trainer)
+    assert trainer._metrics["train"]["pivots/tried"] == [8, 2, 0] * 2
+
+
 @pytest.mark.parametrize("least, last", [(None, 6), (3, 4), (8, 0)])
 def test_branches_have_room_to_go_on(tmp_path, least, last):
     options = dict(CUTS, num_pivots=4, min_remaining_tokens=least)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from test_adapters import AGENT, parity
-from test_branpo import Lake, OwnState, Uncopyable, Voice, make
+from test_branpo import Judged, Lake, OwnState, Uncopyable, Voice, make
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says
 
@@ -52,6 +52,19 @@ def test_an_environment_without_tools_scores_the_branches(tmp_path, voice):
     one_batch(trainer)
     num_branches = len(trainer.branching.results[0].scored.rows["completion_ids"])
     assert num_branches > 0 and len(scored) >= 8 + num_branches
+
+
+def test_an_environment_without_tools_stops_the_run_if_its_reward_always_raises(tmp_path, voice):
+    class Silent(Lake):
+        move = None
+
+        def get_reward(self):
+            raise RuntimeError("no judge")
+
+    voice()
+    trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=r"every environment .*\(8 of 8\).*no judge"):
+        trainer.train()
 
 
 def test_a_trajectory_is_cut_at_its_turns_and_inside_the_last():
@@ -153,6 +166,16 @@ def test_an_environment_that_raises_gives_its_branch_nothing(tmp_path, voice, mo
     assert rows == {row for row in range(8) if not trainer.turns.failed[row]} and 0 < len(rows) < 8
     rewards = {tuple(branch.rewards) for point in trainer.branch_explorer._points for branch in point.branches}
     assert (0.0, 0.0) in rewards and len(rewards) > 1
+
+
+def test_a_branch_that_loses_its_judge_gets_nothing_and_is_counted(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Judged, "calls", 0)
+    monkeypatch.setattr(Judged, "lost", range(9, 1000, 2))  # every second call that is of a branch
+    voice()
+    trainer = agent(tmp_path, factory=Judged, reward_funcs=[lambda completions, **columns: [0.5] * len(completions)])
+    one_batch(trainer)
+    rewards = [branch.rewards[0] for point in trainer.branch_explorer._points for branch in point.branches]
+    assert trainer._metrics["train"]["agent/environment_errors"] == [rewards.count(0.0)] and 0.5 in rewards
 
 
 def test_it_learns_from_branches_and_resumes_bit_for_bit(tmp_path, voice):

@@ -1,6 +1,7 @@
 """`dynamic_sampling` and `explore_threshold`: which prompts a generation batch is made of."""
 
 import re
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -25,8 +26,10 @@ from world import (
 
 from trl_explore.rows.streams import merge_rows
 from trl_explore.selection.order import PromptOrder
+from trl_explore.selection.rounds import Rounds
 from trl_explore.selection.solved import SuccessRates
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers.requires import Requires, check_arguments
 
 METHODS = tiny_methods(sesa=dict(max_sketch_length=4))
 PLAIN = ExplorationTrainer, ExplorationConfig
@@ -173,6 +176,21 @@ def test_a_batch_without_contrast_trains_nothing(tmp_path, loss_type):
 
 
 # -------------------------------------------------------------------------------------------------------------- refill
+
+
+@pytest.mark.parametrize(("rows", "kept"), [([True] * 2, 1.0), ([True] * 4 + [False] * 2, 2 / 3)])
+def test_kept_groups_are_counted_if_they_span_processes(tmp_path, rows, kept):
+    """Two processes with the same mask, and groups of four rows."""
+    logged, keep = {}, torch.tensor(rows)
+    policy = SimpleNamespace(
+        args=ExplorationConfig(str(tmp_path), use_cpu=True, num_generations=4, dynamic_sampling="filter"),
+        ranks=SimpleNamespace(summed=lambda values: {name: 2 * value for name, value in values.items()}),
+        log_metric=logged.__setitem__,
+    )
+    scorer = SimpleNamespace(rewards_per_func=keep, equal_reward_rows=lambda rewards, group_size: ~rewards)
+    output = {"completion_mask": torch.ones(len(rows), 3, dtype=torch.long)}
+    assert Rounds(policy, scorer, None).batch([{}] * len(rows), lambda inputs: (output, {}))[2] is not None
+    assert logged["selection/kept_groups"] == pytest.approx(kept)
 
 
 def test_columns_are_removed_where_transformers_would(tmp_path):
@@ -324,6 +342,17 @@ def test_bad_values_are_named(tmp_path, options, message):
         return
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer(*PLAIN, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(explore_threshold=0.5), dict(dynamic_sampling="refill"), dict(trained_generations=2)], ids=str
+)
+def test_groups_that_span_processes_are_refused(tmp_path, options):
+    args = ExplorationConfig(str(tmp_path), use_cpu=True, num_generations=4, per_device_train_batch_size=4, **options)
+    args.per_device_train_batch_size = 6  # as if another process had the rest of a group
+    given = dict(tools=None, rollout_func=None, environment_factory=None, train_dataset=make_dataset())
+    with pytest.raises(ValueError, match=f"with `{[*options][0]}=.*would span several"):
+        check_arguments("ExplorationTrainer", Requires(), args, samples_as_grpo=True, **given)
 
 
 def test_off_in_yaml_is_off(tmp_path):

@@ -299,6 +299,9 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
         (dict(embedding_batch_size=0), "`embedding_batch_size=0` must be at least 1"),
         (dict(advantage="maxrl"), "EVOL-RL's can be negative"),
         (dict(explore="auto"), "`explore='auto'` asks the reward functions which prompts are unsolved"),
+        (dict(dynamic_sampling="filter"), "`dynamic_sampling='filter'` asks .*: set `correctness='reward'`, or leave"),
+        (dict(dynamic_sampling="refill"), "`dynamic_sampling='refill'` asks the reward functions which groups"),
+        (dict(explore_threshold=0.5), "`explore_threshold=0.5` asks the reward functions which prompts are solved"),
     ],
 )
 def test_bad_values_are_refused(tmp_path, options, match):

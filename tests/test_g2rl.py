@@ -30,6 +30,8 @@ from trl_explore.trainers import (
     BranPOTrainer,
     DeepGRPOConfig,
     DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
     G2RLConfig,
     G2RLTrainer,
     GradientGuided,
@@ -546,6 +548,25 @@ def test_the_callback_refuses_what_makes_no_sense(tmp_path):
         GeometryCallback(trainer)
     with pytest.raises(ValueError, match="every=0"):
         GeometryCallback(trainer, every=0)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, budget="knapsack")
+    with pytest.raises(ValueError, match="`budget='knapsack'` gives prompts unequally many rows, and `GeometryCall"):
+        GeometryCallback(trainer)
+
+
+def test_the_callback_compares_the_trained_rows_of_a_group(tmp_path, monkeypatch):
+    sizes = []
+
+    def noted(features, groups, scores):
+        sizes.append((len(features), groups))
+        return geometry(features, groups, scores)
+
+    monkeypatch.setattr("trl_explore.trainers.geometry_callback.geometry", noted)
+    for number in (2, 3):
+        options = dict(trained_generations=number, per_device_train_batch_size=8, max_steps=1)
+        trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+        trainer.add_callback(GeometryCallback(trainer))
+        trainer.train()
+    assert sizes == [(4, 2), (6, 3)]
 
 
 @pytest.mark.slow

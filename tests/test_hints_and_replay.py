@@ -373,6 +373,17 @@ def test_groups_of_hints_are_trained_with_the_table_and_other_fields(told, tmp_p
         assert differ(before, parameters(trainer)), fields
 
 
+@pytest.mark.parametrize("kind", ["filter", "refill"])
+def test_a_failed_group_that_a_hint_solves_is_not_removed(told, tmp_path, kind):
+    """The failed rows are the negative half of the credit."""
+    expected = hinted(tmp_path, ["b"], max_steps=2)
+    expected.train()
+    trainer = hinted(tmp_path, ["b"], max_steps=2, dynamic_sampling=kind)
+    trainer.train()
+    assert_same(parameters(trainer), parameters(expected))
+    assert trainer.state.log_history[0]["selection/kept_groups"] == 1.0
+
+
 def test_real_hints_are_sampled_with_the_model(tmp_path):
     """Without stand-ins: every completion of the right first token succeeds."""
 

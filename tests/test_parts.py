@@ -14,7 +14,7 @@ from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
-from trl_explore.rows.streams import loss_mask
+from trl_explore.rows.streams import kept_randomness, loss_mask
 from trl_explore.rows.table import CompletionsTable
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.sampler import Sampler
@@ -104,6 +104,25 @@ def rows_of(*completion_ids, group_size=1, **more):
 
 
 # ------------------------------------------------------------------------------------------------------ the sampler
+
+
+def test_a_single_process_makes_no_numbers_on_its_device():
+    """Apple's MPS devices have no float64. Here, `meta` stands for such a device: its tensors have no values."""
+    accelerator = SimpleNamespace(device=torch.device("meta"), num_processes=1, process_index=0)
+    ranks = Ranks(accelerator)
+    assert ranks.gathered(2).tolist() == [2.0] and ranks.most(3) == 3
+    assert ranks.summed({"rows": 2, "share": 0.1}) == {"rows": 2.0, "share": 0.1}
+    assert ranks.summed({}) == {}
+
+
+def test_the_random_state_of_an_mps_device_is_kept(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: "before")
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: calls.append(state))
+    monkeypatch.setattr(torch.mps, "manual_seed", calls.append)
+    with kept_randomness(torch.device("mps"), seed=3):
+        assert calls == [3]
+    assert calls == [3, "before"]
 
 
 def test_every_prefix_gets_its_samples_within_its_budget():

@@ -53,6 +53,15 @@ def test_prompts_that_are_not_hard_any_more_leave():
     assert cache.offer([7], [[3, EOS]], 0.25) == [[3, EOS]]
 
 
+def test_single_solutions_can_be_dropped():
+    cache = make_cache(([7], [1]), ([7], [2]), ([8], [1]))
+    cache.drop([7], [3])
+    cache.drop([7], [1])
+    assert contents(cache) == [[[7], [2]], [[8], [1]]]
+    cache.drop((7,), (2,))
+    assert len(cache) == 1 and cache.get([7]) == []
+
+
 def test_the_newest_solutions_of_a_prompt_are_kept():
     cache = make_cache(([7], [1]), ([8], [9, EOS]), ([7], [2]), ([7], [3]))
     assert cache.offer((7,), [[4], [5]], 0.1) == [[4], [5]]

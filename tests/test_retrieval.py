@@ -504,11 +504,6 @@ def scripted_server(*answers):
         server.server_close()
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
 HIT = {"document": {"id": 3, "contents": '"Paris"\nA city.'}, "score": 0.5}
 OK = (200, json.dumps({"result": [[HIT]]}).encode())
 
@@ -517,6 +512,15 @@ def test_the_protocol_is_search_r1s():
     with scripted_server(OK) as (url, requests):
         assert HTTPRetriever(url).search(["capital"], 2) == [[Passage("3", "Paris", "A city.", 0.5)]]
     assert requests == [{"queries": ["capital"], "topk": 2, "return_scores": True}]
+
+
+def test_a_server_on_this_machine_is_reached_without_the_proxy(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("urllib.request._opener", None)  # urllib keeps the proxies of its first request
+    with scripted_server(OK) as (url, _):
+        assert len(HTTPRetriever(url, retries=0).search(["capital"], 1)) == 1
 
 
 def test_failures_that_may_pass_are_tried_again():

@@ -39,6 +39,26 @@ def test_unclosed_boxes_and_empty_hashes_are_no_marks():
 
 
 @pytest.mark.parametrize(
+    "heading", ["#### Step 1: Add", "#### **Step 1**", "#### 1. Add", "##### Step 1", "#### Check"]
+)
+def test_a_heading_is_no_answer(heading):
+    completion = f"{heading}\n2 + 5 = 7\n\n#### Conclude\nSo it is $\\boxed{{7}}$."
+    assert format_reward([completion]) == [1.0]
+    assert accuracy_reward([f"{heading}\n2 + 5 = 7\n#### Conclude\nThe total is 7."], answer=["7"]) == [1.0]
+    assert answer_key(f"It is $\\boxed{{7}}$.\n\n{heading}\n7 - 5 = 2") == 7
+    assert multiple_choice_reward([f"{heading}\nIt is warm.\nThe answer is (B)."], answer=["B"]) == [1.0]
+
+
+def test_a_line_that_is_no_heading_stays_an_answer():
+    assert extract_answer("#### 42 apples\nbye") == "42 apples"
+    assert extract_answer("#### x = 42\nbye") == "x = 42"
+    assert extract_answer("#### sqrt(2)\nbye") == "sqrt(2)"
+    assert extract_answer("so #### Paris\nbye") == "Paris"
+    assert extract_answer("#### Step 1\nthink\n#### Paris\n") == "Paris"
+    assert format_reward(["#### Rome\n#### Paris", "#### Step 1\nthink", "\\boxed{7}\n#### Check\n7"]) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
     "text, value",
     [
         ("1000", 1000),
@@ -109,10 +129,45 @@ def test_decimals_match_fractions_within_the_tolerance(value):
         ("42", "no idea", None),
         ("42", "", None),
         (r"\boxed{10^{10^{10}}}", r"\boxed{10^{10^{10}}}", 1.0),
+        ("The answer is 12345!", "12345", 1.0),
+        ("It is $12345!$", "12345", 0.0),
+        ("Since 7^{100000} = (7^4)^{25000}, it ends with 1. The answer is 1.", "1", 1.0),
+        ("The answer is 2^{100000}.", "2", 0.0),
     ],
 )
 def test_what_counts_as_right(completion, gold, reward):
     assert accuracy_reward([completion], solution=[gold]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        ("2x+1", r"\boxed{1+2x}", r"\boxed{2}"),
+        (r"3\sqrt{13}", r"\boxed{\sqrt{117}}", r"\boxed{3}"),
+        ("3*sqrt(2)", r"\boxed{\sqrt{18}}", r"\boxed{3}"),
+        ("2 ln 3", r"\boxed{2\ln 3}", r"\boxed{3}"),
+        ("x**2 + 1", "#### 1 + x^2", r"\boxed{1}"),
+        ("6 - 5i", r"\boxed{-5i+6}", r"\boxed{5}"),
+        ("1,-2", r"\boxed{-2,1}", r"\boxed{1}"),
+        (r"1\frac{4}{5}", r"\boxed{1.8}", r"\boxed{0.8}"),
+        ("5:30", "#### 5:30", r"\boxed{5}"),
+        (r"6\sqrt{2} \text{ inches}", r"\boxed{\sqrt{72}}", r"\boxed{6}"),
+        (r"2\pi square units", r"#### 2\pi", r"\boxed{2}"),
+        (r"$2\pi$", r"#### 2\pi", "#### 2"),
+        ("2", "#### 2", "#### **2x+1**."),
+        ("1", "#### 1", "#### 1+√2"),
+        ("9^{9^9}", "#### 9^{9^9}", r"\boxed{9}"),
+    ],
+)
+def test_a_formula_without_a_box_is_not_one_of_its_numbers(gold, right, wrong):
+    assert accuracy_reward([right, wrong], answer=[gold, gold]) == [1.0, 0.0]
+
+
+def test_signs_words_and_units_around_a_number_do_not_change_it():
+    texts = ["42%", r"42\%", "$42", "**42**.", "42 ✓", "x = 42", "Tom has 42 apples", "42 dollars in total"]
+    texts += ["42 oz", "42 L", "42 m^2", "42 °C", "42 km/h", r"42\text{ cm}^2"]
+    assert accuracy_reward([f"#### {text}" for text in texts], answer=["42"] * len(texts)) == [1.0] * len(texts)
+    assert accuracy_reward(["#### 1 234", "#### 1,234 km"], answer=["1234"] * 2) == [1.0] * 2
 
 
 def test_both_completion_forms_and_both_column_names_are_read():
@@ -139,6 +194,8 @@ def test_the_last_message_is_the_completion():
 GARBAGE = [
     r"\boxed{9^{9^{9^{9}}}}",
     "9 ** 9 ** 9 ** 9",
+    "7^{100000} " * 180,
+    "{(1" * 700,
     r"\boxed{(10^{9})!}",
     r"\boxed{123456789!}",
     r"\boxed{2^{99999999999}}",

@@ -19,6 +19,7 @@ from world import (
     make_tokenizer,
     make_trainer,
     never,
+    one_batch,
     parameters,
     saved_model,
     text_of,
@@ -285,6 +286,20 @@ def test_shared_nodes_trained_once_are_masked_in_later_rows(tmp_path):
     assert distinct < inputs["completion_mask"].sum().item()
 
 
+def test_shared_nodes_are_trained_in_the_first_row_that_is_not_masked(tmp_path):
+    options = dict(share_prefix_once=True, mask_truncated_completions=True, num_generations=8)
+    trainer = tree_trainer(tmp_path, per_device_train_batch_size=32, **options)
+    masks = loss_mask(one_batch(trainer)).tolist()
+    expected, found = 0, sum(map(sum, masks))
+    for place, tree in enumerate(trainer.explorer.trees):
+        nodes = set()
+        for row, mask in zip(tree.rows, masks[8 * place :], strict=False):
+            if any(mask):
+                nodes.update(tree.path(row))
+        expected += sum(len(tree.nodes[node].token_ids) for node in nodes)
+    assert found == expected > 0
+
+
 def test_direct_rollouts_fill_the_rows_when_the_budget_ends(tmp_path):
     trainer = tree_trainer(tmp_path, max_search_iterations=1)
     assert len(first_batch(trainer)["advantages"]) == 8
@@ -397,6 +412,7 @@ def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
         and trainer.explorer.limits.node_length == 1
         and trainer.explorer.limits.max_iterations == 4 * 8
     )
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.28)
     assert trl_explore.TreeGRPOTrainer is TreeGRPOTrainer
 
 
@@ -478,14 +494,59 @@ def test_prompts_that_direct_rollouts_solve_leave_the_cache_and_are_searched_aga
     assert len((tmp_path / "solutions.jsonl").read_text().splitlines()) == 1  # the header
 
 
+def only_six(completion_ids, **kwargs):
+    return [float(ids == [6, 1]) for ids in completion_ids]
+
+
 def test_prompts_that_direct_rollouts_seldom_solve_stay_in_the_cache(tmp_path):
     dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=never, max_steps=2)
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=only_six, max_steps=2)
     offer_solutions(trainer, dataset, [6, 1])
     trainer.train()
     log = trainer.state.log_history[:2]
     assert [(entry["replay/prompts"], entry["replay/left_prompts"]) for entry in log] == [(2, 0), (2, 0)]
     assert trainer.solutions.num_solutions == 2
+
+
+def test_solutions_that_are_wrong_now_leave_the_cache(tmp_path):
+    dataset = make_dataset().select(range(2))
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=only_six, max_steps=2)
+    offer_solutions(trainer, dataset.select([0]), [6, 1])
+    offer_solutions(trainer, dataset.select([1]), [7, 1])
+    trainer.train()
+    assert [entry["replay/prompts"] for entry in trainer.state.log_history[:2]] == [2, 1]
+    lines = [json.loads(line) for line in (tmp_path / "solutions.jsonl").read_text().splitlines()]
+    assert [line["completion_ids"] for line in lines[1:]] == [[6, 1]]
+
+
+def test_a_second_run_of_a_trainer_starts_its_file_again(tmp_path):
+    def often(completion_ids, **kwargs):
+        return [float(sum(ids) % 8 == 0) for ids in completion_ids]
+
+    dataset = make_dataset()
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset.select(range(4)), reward_funcs=often)
+    trainer.train()
+    num_first = trainer.solutions.num_solutions
+    trainer.train()
+    assert trainer.solutions.num_solutions >= num_first > 0
+    written = len((tmp_path / "solutions.jsonl").read_text().splitlines()) - 1  # without the header
+    assert written == trainer.solutions.num_solutions and (tmp_path / "_earlier-1" / "solutions.jsonl").is_file()
+    trainer.train_dataset = dataset.select(range(4, 8))  # solutions of the old data are forgotten
+    trainer.train()
+    new_prompts = {tuple(make_tokenizer()(prompt)["input_ids"]) for prompt in trainer.train_dataset["prompt"]}
+    assert {tuple(prompt) for prompt, _ in trainer.solutions.state_dict()["solutions"]} <= new_prompts
+
+
+def test_truncated_solutions_are_neither_stored_nor_replayed_if_they_are_masked(tmp_path):
+    dataset = make_dataset().select(range(2))
+    options = dict(train_dataset=dataset, reward_funcs=always, mask_truncated_completions=True)
+    trainer = tree_trainer(tmp_path, replay_buffer=True, replay_threshold=1.0, **options)
+    offer_solutions(trainer, dataset.select([0]), [6, 7])
+    inputs = first_batch(trainer)
+    assert all(tree.reason != "replayed" for tree in trainer.explorer.trees)
+    assert not inputs["completion_mask"].any(dim=1).all()  # otherwise this tests nothing
+    found = [ids for _, ids in trainer.solutions.state_dict()["solutions"] if ids != [6, 7]]
+    assert all(ids[-1] in (*trainer.eos_token_ids, trainer.processing_class.pad_token_id) for ids in found)
 
 
 @pytest.mark.parametrize("ending", [[1], []], ids=["end token", "none"])

@@ -219,6 +219,19 @@ def test_so_many_leaves_are_trained_all_chains_among_them(tmp_path):
     assert trainer._metrics["train"]["branch/trained_fraction"][0] < 1
 
 
+@pytest.mark.parametrize("options", [{}, dict(trained_leaves=5)], ids=str)
+def test_leaves_that_are_masked_count_nowhere(tmp_path, options):
+    trainer, output = batch(tmp_path, mask_truncated_completions=True, fork_until=[], **options)
+    scored, _ = trainer.streams_of_batch["branch"]
+    assert scored.rows["completion_mask"].any(dim=1).all()
+    num_branches = 0
+    for tree in trainer.branch_explorer.trees:
+        chains = [i for i in range(4) if output["completion_mask"][tree.row + i].any()]
+        assert [i for i in tree.trained if i < 4] == chains
+        num_branches += len(tree.trained) - len(chains)
+    assert 0 < num_branches == len(scored.rewards) < sum(len(branches(tree)) for tree in trainer.branch_explorer.trees)
+
+
 def test_only_chains_may_be_trained(tmp_path):
     trainer, output = batch(tmp_path, trained_leaves=4)
     assert trainer.streams_of_batch == {} and output["advantages"].dim() == 2
@@ -336,6 +349,22 @@ REFUSED = {
     ),
     "`budget='vip'` gives prompts unequally many rows": dict(budget="vip"),
 }
+
+
+def test_a_group_whose_branches_differ_is_not_removed(tmp_path):
+    calls = []
+
+    def branches_differ(completions, **columns):
+        """The chains fail. They are scored before their branches, in calls of their own."""
+        calls.append(len(completions))
+        return [float(place % 2) if len(calls) % 2 == 0 else 0.0 for place in range(len(completions))]
+
+    options = dict(reward_funcs=branches_differ, max_steps=1)
+    expected, _ = trained(TreeRLTrainer, TreeRLConfig, tmp_path, **options)
+    calls.clear()
+    found, log = trained(TreeRLTrainer, TreeRLConfig, tmp_path, dynamic_sampling="filter", **options)
+    assert log[0]["selection/kept_groups"] == 1.0
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("message, options", REFUSED.items(), ids=REFUSED.keys())

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from trl_explore.cli import main
 from trl_explore.tree_view.files import read_trees
-from trl_explore.tree_view.text import depths, html_page, shade, short_text, text_tree, verdict, visible_text
+from trl_explore.tree_view.text import depths, html_page, outcome, shade, short_text, text_tree, verdict, visible_text
 
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 BREAKOUT = '</span></summary></details></main></style><h1>owned</h1>" onclick="alert(1)'
@@ -229,6 +229,13 @@ def test_the_shade_is_the_outcome_at_the_end_and_the_value_elsewhere():
     assert (
         shade(leaf(1, 0, outcome=None)) == shade(node(1, 0, value=0.0)) == shade(node(1, 0, value=float("nan"))) == 0
     )
+
+
+def test_graded_completions_are_shown_with_the_outcome_that_was_backed_up():
+    graded = leaf(1, 0, outcome=-1.0, worth=0.5)
+    assert shade(graded) == 0.5 and outcome(graded) == "+0.5"
+    older = leaf(1, 0, outcome=-1.0)  # a dump without `worth`
+    assert shade(older) == -1.0 and outcome(older) == "-1"
 
 
 def test_verdicts():

@@ -216,6 +216,7 @@ def test_outcomes_are_scaled_to_the_rewards_of_a_tree():
 def test_a_completion_that_a_limit_cut_off_is_worth_at_least_the_incomplete_score():
     assert scaled_outcomes([0.0, 0.1, 1.0], [-0.3, -0.3, 1.0]) == [-0.3, -0.3, 1.0]
     assert scaled_outcomes([0.0, 0.8, 1.0], [-0.3, -0.3, 1.0]) == pytest.approx([-0.3, 0.6, 1.0])
+    assert scaled_outcomes([0.0, 0.1, 1.0], [0.0, 0.0, 1.0]) == [0.0, 0.0, 1.0]
 
 
 def test_entropy_is_the_mean_of_what_is_known():
@@ -439,6 +440,12 @@ def test_normalisation_by_the_standard_deviation():
         assert other == pytest.approx([a / std for a in row])
 
 
+def test_trees_without_contrast_are_not_divided_by_their_standard_deviation():
+    tree = failed_tree()
+    assert tree_advantages(tree, normalization="mean_std") == tree_advantages(tree)
+    assert any(any(row) for row in tree_advantages(tree))  # inner nodes have values other than the mean outcome
+
+
 def test_the_credit_of_outcomes_is_that_of_grpo():
     tree = mixed_tree()
     outcomes = [tree.nodes[row].outcome for row in tree.rows]
@@ -466,6 +473,8 @@ def test_overlong_penalty_reaches_every_token_and_the_baseline():
 
 def test_shared_nodes_can_be_trained_once():
     assert first_appearance(mixed_tree()) == [[1, 1, 1], [1, 1], [0, 1, 1]]
+    # The first row is masked, so the shared node is trained in the last row.
+    assert first_appearance(mixed_tree(), [False, True, True])[1:] == [[1, 1], [1, 1, 1]]
 
 
 def test_a_record_is_plain_json():
@@ -474,6 +483,14 @@ def test_a_record_is_plain_json():
     assert record["results"] == [6, 7, 9] and record["success_ratio"] == pytest.approx(1 / 3)
     assert record["nodes"][9]["result"] == 2 and record["nodes"][9]["text"] == "[0]"
     assert record["nodes"][1]["credit"] == pytest.approx(math.tanh(1 / 3))
+
+
+def test_a_record_has_outcomes_on_the_scale_of_the_rewards():
+    tree = mixed_tree()
+    first = tree.nodes[6]._replace(scaled=0.25)
+    tree = tree._replace(nodes=(*tree.nodes[:6], first, *tree.nodes[7:]))
+    record = tree_record(tree, step=4, index=1, decode=str, reward_weights=[1.0], q_temperature=1.0, q_max=1.0)
+    assert (record["nodes"][6]["outcome"], record["nodes"][6]["worth"]) == (first.outcome, 0.25)
 
 
 # --------------------------------------------------------------------------------------------------- invariants

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from trl_explore.agents.snapshots import STATES
 from trl_explore.names import explain_fields
 
-from .config import ExplorationConfig, at_least, one_of, run_checks, within
+from .config import ExplorationConfig, at_least, run_checks, within
 
 CHECKS = (
-    one_of("environment_state", STATES),
     at_least(0, "num_expansions", words="; 0 expands nothing and gives GRPO"),
     at_least(1, "num_rounds"),
     at_least(2, "leaves_per_tree", optional=True, words=", the main row and one more, or None for all"),

@@ -294,7 +294,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 f"{type(self).__name__} makes two engines that sample an agent's branches: call `make_forks` or "
                 "`make_agent_forks` once."
             )
-        options.setdefault("environment_state", getattr(self.args, "environment_state", "auto"))
+        options.setdefault("environment_state", self.args.environment_state)
         self.forks = AgentForks(self, self.turns, self.sample, self.scorer, self.watch, **options)
         return self.forks
 
@@ -668,6 +668,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
             return rewards
+        if self.forks is not None:
+            self.forks.stop_if_environments_died(self.saving.checkpoint_before_stopping)
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
         self.credit.completions = messages

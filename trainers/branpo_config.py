@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trl_explore.agents.snapshots import STATES
 from trl_explore.branches.choice import DEFINITIONS, GROUPS, SELECTIONS
 from trl_explore.names import explain_fields
 
@@ -13,7 +12,6 @@ CHECKS = (
     one_of("branch_selection", SELECTIONS),
     one_of("branch_group", GROUPS),
     one_of("accuracy", DEFINITIONS),
-    one_of("environment_state", STATES),
     within("success_threshold", low=0, high=1, words="be in [0, 1], like the rewards"),
 )
 COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")

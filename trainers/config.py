@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl import GRPOConfig
 
+from trl_explore.agents.snapshots import STATES
 from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
 from trl_explore.credit.functions import advantage_parts, read_advantage
 from trl_explore.names import explain_fields, shown, unknown_name
@@ -22,6 +23,8 @@ from trl_explore.serving.agreement import WEIGHT_SYNCS
 MOST_STAGE_ROWS = 100_000
 EXPLORERS = ("auto", "hints", "replay", "resample")  # values of `explore`
 LARGEST = sys.float_info.max  # of the finite numbers
+# Fields from which `__post_init__` derives the sizes of batches, so `upgrade_config` must not change them.
+SIZES = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
 C = TypeVar("C", bound="ExplorationConfig")
 G = TypeVar("G", bound=GRPOConfig)
 # Check of a configuration. It raises a ValueError that names the field, its value and the remedy.
@@ -166,6 +169,7 @@ CHECKS = (
     check_auto,
     within("explore_discount", above=0, high=1, words="be in (0, 1]; 1 forgets nothing"),
     within("explore_min_share", low=0, high=1, words="be in [0, 1]; 0 never forces a try"),
+    one_of("environment_state", STATES),
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
@@ -229,8 +233,8 @@ class ExplorationConfig(GRPOConfig):
         dynamic_sampling (`str`, *optional*, defaults to `"off"`):
             Treatment of groups whose rewards, before any shaping, are all equal: `"off"`, `"filter"` or `"refill"`.
             `"off"` is GRPO. `"filter"` removes these groups from the loss and its normaliser. `"refill"` replaces them
-            by groups of other prompts, which are sampled in further rounds (as in DAPO). Branches from removed groups
-            are still trained.
+            by groups of other prompts, which are sampled in further rounds (as in DAPO). A group stays if an explorer
+            gave one of its rows an advantage other than 0. Branches from removed groups are still trained.
         max_sampling_rounds (`int`, *optional*, defaults to `10`):
             Largest number of rounds of sampling per generation batch, including the first. Used with
             `dynamic_sampling="refill"`. Groups that are missing after the last round train nothing.
@@ -272,6 +276,13 @@ class ExplorationConfig(GRPOConfig):
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.
+        environment_state (`str`, *optional*, defaults to `"auto"`):
+            Way to restore an agent's environments for branches: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A
+            branch needs the state of an earlier turn. `"snapshot"` calls the environment's own `snapshot()` and
+            `restore(state)`. `"copy"` calls `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the
+            earlier turns, and the tools must answer them as before. `"auto"` uses the first of these three that is
+            possible. It changes to `"replay"` if copies turn out not to be separate. Without branches of an agent, it
+            has no effect.
         success_threshold (`float`, *optional*):
             Smallest reward that counts as a success. `explore_prompts`, `explore_threshold` and `budget` take None as
             1. With `advantage="passk"`, None allows only rewards of 0 and 1. Most methods set their own default.
@@ -376,6 +387,7 @@ class ExplorationConfig(GRPOConfig):
     explorer_options: dict[str, Any] | str | None = None
     explore_discount: float = 0.9
     explore_min_share: float = 0.05
+    environment_state: str = "auto"
     success_threshold: float | None = None
     explore_prompts: str = "all"
     explore_into: str = "replace"
@@ -537,17 +549,25 @@ def check_config_class(args: GRPOConfig, config_class: type["ExplorationConfig"]
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     """
-    Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. `__post_init__` does not
-    run again, because the values that it derives (batch sizes, devices) are already set.
+    Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. A field of `GRPOConfig`
+    that has GRPO's default gets the method's, if that is another one. `__post_init__` does not run again, because the
+    values that it derives (batch sizes, devices) are already set.
     """
     if isinstance(args, config_class):
         return args
+    values = dict(vars(args))
+    if not isinstance(args, ExplorationConfig):
+        own_defaults = {spec.name: spec.default for spec in fields(config_class)}
+        for spec in fields(GRPOConfig):
+            has_other_default = own_defaults[spec.name] != spec.default
+            if has_other_default and values[spec.name] == spec.default and spec.name not in SIZES:
+                values[spec.name] = own_defaults[spec.name]
     upgraded = object.__new__(config_class)
     for f in fields(config_class):
         if f.default is not MISSING:
             setattr(upgraded, f.name, f.default)
         elif f.default_factory is not MISSING:
             setattr(upgraded, f.name, f.default_factory())
-    vars(upgraded).update(vars(args))
+    vars(upgraded).update(values)
     upgraded.validate()
     return upgraded

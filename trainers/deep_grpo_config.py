@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, field
 
-from trl_explore.agents.snapshots import STATES
 from trl_explore.names import explain_fields
 from trl_explore.saving.checkpoints import path_inside
 
@@ -12,7 +11,6 @@ from .config import ExplorationConfig, at_least, one_of, run_checks, within
 CHECKS = (
     one_of("segmentation", ("delimiter", "fixed")),
     one_of("pivot_selection", ("utility", "uniform", "root")),
-    one_of("environment_state", STATES),
     one_of("branch_from", ("failures", "failed_groups", "all")),
     at_least(2, "num_branches", words="; a branch's advantage is relative to its siblings"),
     at_least(1, "num_pivots", "estimator_buffer_size", "estimator_update_steps"),

@@ -65,10 +65,22 @@ class EvolRLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        if self.explore is not None and self.correctness == "majority":
-            raise ValueError(
-                f"`explore={self.explore!r}` asks the reward functions which prompts are unsolved, and "
-                "`correctness='majority'` trains without them: set `correctness='reward'`, or leave `explore` out."
-            )
+        if self.correctness == "majority":
+            self._check_no_reward_is_asked()
         if any(part.name in ("maxrl", "passk", "reinforce") for part in advantage_parts(self)):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, but EVOL-RL's can be negative")
+
+    def _check_no_reward_is_asked(self) -> None:
+        """Raise a ValueError if a field reads the results of the reward functions."""
+        asked = {
+            "explore": "which prompts are unsolved",
+            "dynamic_sampling": "which groups have contrast",
+            "explore_threshold": "which prompts are solved",
+        }
+        for field, question in asked.items():
+            value = getattr(self, field)
+            if value not in (None, "off"):
+                raise ValueError(
+                    f"`{field}={value!r}` asks the reward functions {question}, and `correctness='majority'` trains "
+                    f"without them: set `correctness='reward'`, or leave `{field}` out."
+                )

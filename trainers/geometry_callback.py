@@ -27,8 +27,8 @@ class GeometryCallback(TrainerCallback):
             Number of generation batches per measurement.
 
     Raises:
-        `ValueError`: If `every` is less than 1, if the trainer logs these metrics itself, or if the model has no LM
-            head.
+        `ValueError`: If `every` is less than 1, if the trainer logs these metrics itself, if a `budget` gives groups
+            different sizes, or if the model has no LM head.
 
     Example:
 
@@ -44,6 +44,11 @@ class GeometryCallback(TrainerCallback):
             raise ValueError(
                 f"{type(trainer).__name__} logs `geometry/*` itself while `novelty_weight` is not 0: leave the "
                 "callback away."
+            )
+        if isinstance(trainer, ExplorationTrainer) and trainer.args.budget != "uniform":
+            raise ValueError(
+                f"`budget={trainer.args.budget!r}` gives prompts unequally many rows, and `GeometryCallback` compares "
+                "groups of one size: leave one of the two out."
             )
         self.trainer, self.every, self.num_batches = trainer, every, 0
         self.features = FeaturePass(trainer)
@@ -67,6 +72,8 @@ class GeometryCallback(TrainerCallback):
     def measure(self, output: dict[str, Any]) -> dict[str, float]:
         """Log the geometry metrics of the rows that TRL has scored on this process, and return them by name."""
         size = self.trainer.num_generations
+        if isinstance(self.trainer, ExplorationTrainer):
+            size = self.trainer.args.trained_generations or size  # the other rows were left out
         prompt_mask, completion_mask = output["prompt_mask"] != 0, output["completion_mask"] != 0
         loss_mask = output["completion_mask"] * output.get("tool_mask", 1)
         prompts, completions, masks = [], [], []

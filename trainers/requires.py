@@ -100,8 +100,8 @@ def check_arguments(
             f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
             "`use_vllm=False`."
         )
-    if args.explores_unsolved:
-        _check_one_limit(args)
+    if requires.extra_rows:
+        _check_one_limit(name, args)
     if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
         raise ValueError(
             "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
@@ -115,6 +115,7 @@ def check_arguments(
     # they need whole groups, whatever the method requires. The error names the first field in use.
     in_use = {
         "dynamic_sampling": args.dynamic_sampling == "refill",
+        "explore_threshold": args.explore_threshold is not None,
         "budget": args.budget != "uniform",
         "trained_generations": args.trained_generations is not None,
     }
@@ -139,15 +140,18 @@ def check_arguments(
             )
 
 
-def _check_one_limit(args: ExplorationConfig) -> None:
-    """Raise a ValueError if GRPO's rows and the rows of explorers would have different limits of tokens."""
+def _check_one_limit(name: str, args: ExplorationConfig) -> None:
+    """Raise a ValueError if GRPO's rows and a method's further rows would have different limits of tokens."""
     option = "max_tokens" if args.use_vllm else "max_new_tokens"
     most = args.max_completion_length
     limit = (args.generation_kwargs or {}).get(option, most)
-    if limit != most:
+    # With `max_completion_length=None`, further rows end where the longest of GRPO's rows does.
+    if most is not None and limit != most:
+        if args.explores_unsolved:
+            name = f"`explore={args.explore!r}`"
         raise ValueError(
             f"`generation_kwargs={{{option!r}: {limit}}}` and `max_completion_length={most}` are two limits of a "
-            f"completion, and `explore={args.explore!r}` samples further rows up to the second: leave the first out."
+            f"completion, and {name} samples further rows up to the second: leave the first out."
         )
 
 

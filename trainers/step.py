@@ -59,11 +59,15 @@ class Step:
         trainer = self.trainer
         trainer.stream_training.main_totals = None
         trainer.sample.metrics = {}
+        if trainer.branching is not None:
+            trainer.branching.begin_batch()
         keep = None  # mask `(B,)` of the main rows to train; None: train all
         if trainer.rounds is None:
             output, streams = self._round(inputs)
         else:
             output, streams, keep = trainer.rounds.batch(inputs, self._round)
+        if trainer.branching is not None:
+            streams = trainer.branching.end_batch(streams)
         if TRAINED in output:
             if trainer.log_completions and trainer.rounds is None:
                 trainer.table.show_advantages(self.logs, output)  # of all rows, before some are left out
@@ -118,7 +122,7 @@ class Step:
         trainer.main_examples = [own_copy(dict(example)) for example in inputs]
         trainer.scorer.any_example = trainer.main_examples[0]
         if trainer.branching is not None:
-            trainer.branching.begin()
+            trainer.branching.begin(0 if trainer.rounds is None else trainer.rounds.num_fillers)
         output = self.sample_and_score(inputs)
         trainer.table.one_reward_per_name(self.logs, len(inputs))
         shaped = trainer.shaped_rewards
@@ -138,6 +142,8 @@ class Step:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)
         output["advantages"] = trainer.assign_advantages(output)
+        if trainer.rounds is not None and trainer.branching is not None:
+            trainer.rounds.credited = trainer.branching.credited(len(inputs))
         examples = [own_copy(row) for row in trainer.main_examples]
         streams = trainer.extra_streams(output, examples, trainer.scorer.totals())
         if trainer.exploration is not None:

@@ -115,7 +115,8 @@ class TreeGRPOConfig(ExplorationConfig):
             credit on the rows of the tree.
         advantage_normalization (`str`, *optional*, defaults to `"mean"`):
             Normalisation of a node's value: `"mean"` or `"mean_std"`. `"mean"` subtracts the mean terminal score of
-            the tree (Eq. 18). `"mean_std"` also divides by the standard deviation of these scores.
+            the tree (Eq. 18). `"mean_std"` also divides by the standard deviation of these scores, except in trees
+            whose completions are all right or all wrong.
         overlong_buffer (`int`, *optional*, defaults to `0`):
             Number of tokens over which the overlong penalty increases, at least 0. 0: no penalty. The buffer ends at
             `max_completion_length`, where the penalty is `overlong_penalty`. A larger buffer begins earlier.

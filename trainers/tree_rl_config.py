@@ -44,7 +44,8 @@ class TreeRLConfig(ExplorationConfig):
         trained_leaves (`int`, *optional*):
             Number of leaves of a prompt that are trained, at least `num_generations`. All chains are trained, and
             random branches up to this number. If no chain succeeded but a branch did, one successful branch is among
-            them. None: all leaves are trained.
+            them. None: all leaves are trained. Leaves that `mask_truncated_completions` removes are not trained, and
+            do not count.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
             if that is set. It decides which prompts `explore_prompts="unsolved"` forks, and which branches

@@ -273,10 +273,13 @@ def _all_weights_are_one(history: Sequence[Mapping[str, Any]], names: Sequence[s
     """Return whether the logged reward is the sum of the rewards of all functions. If it is not, `reward_weights` are
     set, or some completions have no reward."""
     for entry in history:
-        means = [entry[f"rewards/{name}/mean"] for name in names if f"rewards/{name}/mean" in entry]
-        if len(means) < len(names) or "reward" not in entry:
+        total = _numbers([entry], "reward")
+        means = []
+        for name in names:
+            means += _numbers([entry], f"rewards/{name}/mean")
+        if not total or len(means) < len(names):  # a reward is None if no completion of the batch has one
             continue
-        if abs(entry["reward"] - sum(means)) > 1e-4 * max(1.0, abs(entry["reward"])):
+        if abs(total[0] - sum(means)) > 1e-4 * max(1.0, abs(total[0])):
             return False
     return True
 
@@ -365,9 +368,10 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
             Names of the reward functions; their sum is a completion's reward.
 
     Returns:
-        `tuple[Pair, Pair]` or `None`: None if there are fewer than two tables, or if a column is missing. None too if
-        the rewards do not show which completions are wrong. That is the case if a reward lies between 0 and 1, if
-        there are several different rewards of at most 0, or several different rewards of at least 1.
+        `tuple[Pair, Pair]` or `None`: None if there are fewer than two tables, if a column is missing, or if the
+        tables of one end have no reward. None too if the rewards do not show which completions are wrong. That is the
+        case if a reward lies between 0 and 1, if there are several different rewards of at most 0, or several
+        different rewards of at least 1.
     """
     import pandas
 
@@ -381,7 +385,10 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
         table = pandas.concat([pandas.read_parquet(file) for file in files_of_end])
         if not {"step", "prompt", *rewards} <= set(table.columns):
             return None
-        total = table.assign(prompt=table["prompt"].astype(str), total=table[list(rewards)].sum(axis=1))
+        totals = table[list(rewards)].astype(float).sum(axis=1, min_count=1)  # NaN for a completion without a reward
+        total = table.assign(prompt=table["prompt"].astype(str), total=totals).dropna(subset="total")
+        if total.empty:
+            return None
         values |= set(total["total"].unique().tolist())
         groups = total.groupby(["step", "prompt"])["total"].agg(["min", "max"])
         wrong.append(float((groups["max"] <= 0).mean()))

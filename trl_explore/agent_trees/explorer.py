@@ -96,9 +96,10 @@ class TurnTreeExplorer(BranchExplorer):
                 for (leaf, turn), number in drawn.items():
                     forks.append(Fork(tree.leaves[leaf], turn, number))
             branches = self.forks.sample_branches(forks)
-            # Drop branches whose environment raised: the policy did not cause that.
-            usable = [branch for branch in branches if environment_error(branch.environment) is None]
-            self.forks.judge(usable)  # before the next round, which uses the environments again
+            # Drop branches whose environment raised, in a tool or in `get_reward`: the policy did not cause that.
+            sound = [branch for branch in branches if environment_error(branch.environment) is None]
+            self.forks.judge(sound)  # before the next round, which uses the environments again
+            usable = [branch for branch in sound if environment_error(branch.environment) is None]
             for branch in usable:
                 self.trees[branch.row].add(branch)
             self.num_sampled += sum(branch.num_sampled for branch in branches)

@@ -23,7 +23,7 @@ AGENT_TREE_GRPO = Method(
         "branch/reward": "mean reward of the branches",
         "branch/...": "all other metrics that TRL logs for rows, for the branches",
         "agent/turns": "responses per main trajectory",
-        "agent/environment_errors": "trajectories that ended because their environment raised",
+        "agent/environment_errors": "trajectories and branches that ended because their environment raised",
     },
     card_metrics=(
         "branch/contrast_fraction",

@@ -78,6 +78,7 @@ class AgentForks(Forks):
         # Every process counts the calls of all processes, so that all of them stop together.
         self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
         self._warned = False
+        self._num_errors = 0  # branches of this batch, on this process, whose environment raised
 
     @property
     def in_branches(self) -> bool:
@@ -131,7 +132,7 @@ class AgentForks(Forks):
                 Writes a checkpoint if the run must stop. Returns a sentence about how to continue.
         """
         if self.tool_loop.tools:
-            self._stop_if_dead(save)
+            self._stop_if_tools_died(save)
         prompt_ids, completion_ids, loss_mask, completions, logprobs = rows
         self.trajectories = []
         for row, ids in enumerate(completion_ids):
@@ -150,34 +151,16 @@ class AgentForks(Forks):
                 trajectory.messages = own_copy(completions[row])
             self.trajectories.append(trajectory)
 
-    def _stop_if_dead(self, save: Callable[[], str]) -> None:
-        """Raise if a service has died: training on its errors would teach the policy not to call tools. If tools raise
-        other errors, only warn, because GRPO also shows these to the model and goes on."""
-        environments = self.tool_loop.environments or []
-        failed = self.turns.failed if environments else []
-        broken = []  # environments that failed without a mistake of the model
-        for environment, has_failed in zip(environments, failed, strict=True):
-            if has_failed and not model_may_have_failed(environment):
-                broken.append(environment)
+    def _stop_if_tools_died(self, save: Callable[[], str]) -> None:
+        """Raise if a service of tools has died: training on its errors would teach the policy not to call tools. If
+        tools raise other errors, only warn, because GRPO also shows these to the model and goes on."""
         watch = self.watch
-        counts: dict[str, float] = {
-            "calls": watch.calls,
-            "unanswered": watch.unanswered,
-            "outages": watch.outages,
-            "rows": len(failed),
-            "broken": len(broken),
-        }
-        total = self.policy.ranks.summed(counts)
+        total = self.policy.ranks.summed(
+            {"calls": watch.calls, "unanswered": watch.unanswered, "outages": watch.outages}
+        )
         self._unanswered.add(failed=total["unanswered"], total=total["calls"])
         self._outages.add(failed=total["outages"], total=total["calls"])
-        self._broken.add(failed=total["broken"], total=total["rows"])
-        last_broken = environment_error(broken[-1]) if broken else None
-        for streak, what, error in (
-            (self._outages, "tool call", watch.last_outage),
-            (self._broken, "environment", last_broken),
-        ):
-            if streak.is_long:
-                raise RuntimeError(f"{streak.describe(what)}, the last one {_describe(error)}. {save()}") from error
+        _stop_if_long(self._outages, "tool call", watch.last_outage, save)
         if self._unanswered.is_long and not self._warned:
             self._warned = True
             warnings.warn(
@@ -187,10 +170,37 @@ class AgentForks(Forks):
                 stacklevel=2,
             )
 
+    def stop_if_environments_died(self, save: Callable[[], str]) -> None:
+        """
+        Raise if environments have died. Called after the main rows are scored, because `get_reward` may raise, too.
+        Every process must call it.
+
+        Args:
+            save (`Callable[[], str]`):
+                Writes a checkpoint if the run must stop. Returns a sentence about how to continue.
+        """
+        environments = self.tool_loop.environments or []
+        if not environments:
+            return
+        broken = []  # environments that failed without a mistake of the model
+        for environment, has_failed in zip(environments, self.turns.failed, strict=True):
+            if has_failed and not model_may_have_failed(environment):
+                broken.append(environment)
+        total = self.policy.ranks.summed({"broken": len(broken), "rows": len(environments)})
+        self._broken.add(failed=total["broken"], total=total["rows"])
+        last_error = environment_error(broken[-1]) if broken else None
+        _stop_if_long(self._broken, "environment", last_error, save)
+
     # ------------------------------------------------------------------------------------------------------ branches
 
     def begin_search(self, examples: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
-        """Do nothing, because `end` has stored the trajectories, with their messages and states."""
+        """Begin to count errors. The trajectories, with their messages and states, were stored by `end`."""
+        self._num_errors = 0
+
+    def end_search(self) -> None:
+        """Count the branches whose environment raised in the metric `agent/environment_errors`."""
+        if self.tool_loop.environments:
+            self.turns.add_errors(self.policy.ranks.summed({"errors": self._num_errors})["errors"])
 
     def sample_branches(self, forks: Sequence[Fork]) -> list[Branch]:
         for fork in forks:
@@ -204,6 +214,7 @@ class AgentForks(Forks):
         branches = super().sample_branches(forks)
         for branch in branches:
             branch.complete = self._is_complete(branch)
+            self._num_errors += environment_error(branch.environment) is not None
         return branches
 
     def rows(self, branches: Sequence[Branch], *, group_size: int, trains_prefixes: bool) -> Rows:
@@ -221,6 +232,7 @@ class AgentForks(Forks):
         environments = None
         if self.tool_loop.environments:
             environments = [branch.environment for branch in branches]
+        had_failed = [environment_error(branch.environment) is not None for branch in branches]
         rewards, logged = self.scorer.judge(
             [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
@@ -229,10 +241,11 @@ class AgentForks(Forks):
             environments=environments,
             keep_metrics=False,  # the metrics that reward functions log are about main rows only
         )
-        for branch, values, extra in zip(branches, rewards, logged, strict=True):
+        for branch, values, extra, failed_before in zip(branches, rewards, logged, had_failed, strict=True):
             # Like a main row, a branch gets a reward of 0 from each function if its environment raised.
             if environment_error(branch.environment) is not None:
                 values = [0.0] * len(values)
+                self._num_errors += not failed_before  # `get_reward` raised
             branch.rewards, branch.extra = values, extra
 
     def _example_of(self, branch: Branch) -> dict[str, Any]:
@@ -378,6 +391,12 @@ class AgentForks(Forks):
         if branch.messages is None:
             return True
         return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
+
+
+def _stop_if_long(streak: Streak, what: str, error: BaseException | None, save: Callable[[], str]) -> None:
+    """Save a checkpoint and raise if a streak is long. `error` is its last error on this process."""
+    if streak.is_long:
+        raise RuntimeError(f"{streak.describe(what)}, the last one {_describe(error)}. {save()}") from error
 
 
 def _describe(error: BaseException | None) -> str:

@@ -38,6 +38,9 @@ class KeptStates:
         self.policy, self.tool_loop, self.wanted, self.num_turns = policy, tool_loop, wanted, num_turns
         self.of_rows: list[dict[int, Any]] = []  # kept states of each row, by turn, `[B]`
         self.examples: list[dict[str, Any]] = []  # rows of the data set, `[B]`
+        # Environment name of each main row, `[B]`. A copy, because TRL's loop has the names of branches while it works
+        # on branches.
+        self.names: list[Any] = []
         # For each environment and each kept copy, by id: the object, and the row that its `reset` got. An environment
         # may change lists in that row, so the row is copied together with the environment.
         self._rows: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -67,6 +70,7 @@ class KeptStates:
                 Number of rows of this process.
         """
         self.examples, self._checked = examples, False
+        self.names = list(self.tool_loop.names) if self.tool_loop.environments else []
         self.of_rows = [{} for _ in range(num_rows)]
         self._rows = {}
         for environment, row in zip(self.tool_loop.environments or [], given, strict=False):
@@ -91,7 +95,7 @@ class KeptStates:
 
     def current_state(self, row: int, environment: Any) -> Any:
         """Return the current state of an environment of a row, or of a branch of that row."""
-        name = self.tool_loop.names[row]
+        name = self.names[row]
         is_auto = self.wanted == "auto"
         if is_auto and name not in self._chosen and environment_error(environment) is None:
             # Choose again, because `reset` may have put an object into the environment that cannot be copied.
@@ -136,7 +140,7 @@ class KeptStates:
 
     def _kind(self, row: int) -> str:
         """Return the way in which states of a row's environment are kept."""
-        return self._kinds[self.tool_loop.names[row]]
+        return self._kinds[self.names[row]]
 
     def at(self, trajectory: Trajectory, turn: int) -> Any:
         """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
@@ -149,7 +153,7 @@ class KeptStates:
             guard(environment)  # the user's `__deepcopy__` may have returned an environment that is not guarded
             self._copy_row(state, environment, memo)
             return environment
-        environment = self._spare_environment(self.tool_loop.names[row])
+        environment = self._spare_environment(self.names[row])
         example = own_copy(self.examples[row])  # the environment may change it
         self._rows[id(environment)] = environment, example
         arguments = dict(example)
@@ -185,7 +189,7 @@ class KeptStates:
         self._checked = True
         wrong: dict[Any, tuple[Any, ...]] = {}
         for row in range(len(trajectories)):
-            name = self.tool_loop.names[row]
+            name = self.names[row]
             if self._kinds[name] != "replay" and name not in wrong and not failed[row]:
                 difference = self._difference(row, trajectories[row])
                 if difference is not None:
@@ -206,7 +210,7 @@ class KeptStates:
     def _difference(self, row: int, trajectory: Trajectory) -> tuple[Any, ...] | None:
         """Return the first difference between the answers of a row's kept state and of the rollout: environment, tool,
         answer, and answer in the rollout. None if there is no difference."""
-        name = self.tool_loop.names[row]
+        name = self.names[row]
         if name in self._reported or not trajectory.states:
             return None
         first = min(trajectory.states)

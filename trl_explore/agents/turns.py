@@ -132,7 +132,9 @@ class Turns:
         self.policy, self.tool_loop = policy, tool_loop
         self.turn: Turn | None = None
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
-        self._any_failed = False  # True if any row of any process failed
+        self._any_failed = False  # True if any row of any process failed before the reward functions were asked
+        # Logged numbers of failed environments, `agent/environment_errors`. The last one is of the newest batch.
+        self._logged_errors: list[float] = []
         self._loop: LoopLists | None = None  # None until TRL's loop starts, after the first turn
         self._prompts: list = []  # prompts of the batch; empty outside of [`following`]
         self._stopped: Callable[[int], bool] = _never
@@ -238,13 +240,19 @@ class Turns:
         return [zeros if failed else reward for reward, failed in zip(rewards, self.failed, strict=True)]
 
     def void_rewards(self, rewards: torch.Tensor, metrics: dict[str, list[float]]) -> torch.Tensor:
-        """Return rewards `(N, F)` with 0 for rows whose environment raised. Log the number of these rows."""
+        """Return rewards `(N, F)` with 0 for rows whose environment raised, and update `failed`. Log the number of
+        these rows. Every process calls it."""
         if not self.tool_loop.environments:
             return rewards
-        # Look again, because `get_reward` may have raised since `note_failures`.
-        failed = self.policy.ranks.gather(torch.tensor(self._failures(), device=rewards.device))
-        metrics["agent/environment_errors"].append(failed.sum().item())
+        self.failed = self._failures()  # look again, because `get_reward` may have raised since `note_failures`
+        failed = self.policy.ranks.gather(torch.tensor(self.failed, device=rewards.device))
+        self._logged_errors = metrics["agent/environment_errors"]
+        self._logged_errors.append(failed.sum().item())
         return rewards.masked_fill(failed.unsqueeze(1), 0.0)
+
+    def add_errors(self, number: float) -> None:
+        """Add the failed environments of branches to the logged number of this batch."""
+        self._logged_errors[-1] += number
 
     def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
         """Parse a turn as TRL does. Return its message, which has `tool_calls` if the turn calls tools. `context` are

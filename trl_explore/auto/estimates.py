@@ -35,8 +35,8 @@ class Estimates:
         explorers (`Sequence[str]`):
             Names of the explorers.
         discount (`float`):
-            Factor by which the sums of a source are multiplied before new rows are added, in (0, 1]. 1 forgets
-            nothing.
+            Factor by which the sums of a source are multiplied before the rows of a generation batch are added, in
+            (0, 1]. 1 forgets nothing.
         min_share (`float`):
             Probability that the choice for a prompt is a uniformly random explorer, in [0, 1].
     """
@@ -49,11 +49,13 @@ class Estimates:
         # which it then chose an explorer.
         self.num_unsolved = self.num_compared = self.num_preferred = 0
 
-    def add(self, source: str, *, contrast: float, tokens: float) -> None:
-        """Add the rows of a generation batch to a source: the number of groups with contrast, and of tokens."""
+    def add(self, source: str, *, contrast: float, tokens: float, same_batch: bool = False) -> None:
+        """Add the rows of a generation batch to a source: the number of groups with contrast, and of tokens. With
+        `same_batch=True`, earlier rows of the same batch were added before, so nothing is discounted."""
         sums = self.sums[source]
-        sums.contrast = self.discount * sums.contrast + contrast
-        sums.tokens = self.discount * sums.tokens + tokens
+        discount = 1.0 if same_batch else self.discount
+        sums.contrast = discount * sums.contrast + contrast
+        sums.tokens = discount * sums.tokens + tokens
 
     def rate(self, source: str) -> float | None:
         """Return groups with contrast per token. None if the source was never used."""

@@ -1,6 +1,7 @@
 """The branch explorer of `explore="auto"`: it chooses an explorer, or none, for each unsolved prompt."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,12 @@ class AutoExplorer(BranchExplorer):
             min_share = 1.0  # always use the single explorer
         self.estimates = Estimates([*options], discount=self.args.explore_discount, min_share=min_share)
         self.num_batches = 0
-        # State of the newest generation batch.
-        self._shares: dict[str, float] = {}  # share of the prompts of all processes that each explorer gets
+        # State of the newest generation batch: sums over its rounds and over all processes.
+        self._num_prompts = 0  # without fillers
+        self._num_chosen: Counter[str] = Counter()  # prompts for which each source was chosen
+        self._shares: dict[str, float] = {}  # share of the prompts that each explorer got
+        self._totals: dict[str, dict[str, float]] = {}  # of each source: contrast, tokens and so on
+        # State of the newest round.
         self._groups: Sequence[ScoredGroup] = ()  # all groups of this process
         self._sources: list[str] = []  # the source that was chosen for each of these groups
 
@@ -78,6 +83,11 @@ class AutoExplorer(BranchExplorer):
     @property
     def credits_main_rows(self) -> bool:  # type: ignore[override]
         return any(explorer.credits_main_rows for explorer in self.explorers.values())
+
+    def begin_batch(self) -> None:
+        self._num_prompts, self._num_chosen, self._totals = 0, Counter(), {}
+        for explorer in self.explorers.values():
+            explorer.begin_batch()
 
     def assign(self, groups: Sequence[ScoredGroup], output: RowDict) -> list[tuple[BranchExplorer, list[ScoredGroup]]]:
         """
@@ -102,11 +112,15 @@ class AutoExplorer(BranchExplorer):
         # N is the number of prompts of all processes, P the number of prompts of this process.
         deciding = self.scorer.success().view(-1, self.args.num_generations)  # (N, G)
         is_success = succeeded(deciding, threshold=self.args.resolved_success_threshold)
-        self._add_plain(groups, has_contrast, is_success)
+        own_fillers = torch.tensor([group.is_filler for group in groups], device=has_contrast.device)  # (P,)
+        self._add_plain(groups, has_contrast & ~own_fillers, is_success)
+        is_filler = self.policy.ranks.gather(own_fillers)  # (N,)
         is_scored = ~deciding.isnan().all(dim=1)
-        is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast)  # (N,)
+        is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast) & ~is_filler
         sources = self._choose(groups, is_unsolved)
-        self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
+        self._num_prompts += int((~is_filler).sum())
+        self._num_chosen.update(sources)
+        self._shares = {name: self._num_chosen[name] / self._num_prompts for name in self.explorers}
         first = self.policy.ranks.index * len(groups)
         self._groups, self._sources = groups, sources[first : first + len(groups)]
         assigned = []
@@ -120,35 +134,49 @@ class AutoExplorer(BranchExplorer):
         """Return the mask `(P,)` of the groups of this process that have contrast. If `success_reward` names a reward
         function, only its rewards count: a format reward can differ in a group that fails altogether."""
         size = self.args.num_generations
+        signal = _trained_signal(output)
         if self.args.success_reward is not None:
             deciding = self.policy.ranks.local(self.scorer.success()).view(-1, size)
-            return has_signal(output["advantages"]).view(-1, size).any(dim=1) & ~equal_groups(deciding)[:, 0]
+            return signal.view(-1, size).any(dim=1) & ~equal_groups(deciding)[:, 0]
         # Rounding can leave tiny advantages in a group of equal rewards. Without this mask, such a group would count
         # as a group with contrast.
         assert self.scorer.rewards_per_func is not None
         equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
-        return (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)
+        return (signal & ~equal).view(-1, size).any(dim=1)
 
     def _add_plain(self, groups: Sequence[ScoredGroup], has_contrast: torch.Tensor, is_success: torch.Tensor) -> None:
         """
-        Add GRPO's rows to the estimate of fresh prompts.
+        Add GRPO's rows to the estimate of fresh prompts. Fillers do not count: a process that needs no more prompts
+        samples those again that had contrast.
 
         Args:
             groups (`Sequence[ScoredGroup]`):
                 All groups of this process.
             has_contrast (`torch.Tensor`):
-                Mask of the groups of this process that have contrast, `(P,)`.
+                Mask of the groups of this process that have contrast, without fillers, `(P,)`.
             is_success (`torch.Tensor`):
                 Mask of the successful rows of all processes, `(N, G)`.
         """
         # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
-        failed_share = 1 - self.policy.ranks.local(is_success).double().mean(dim=1)  # (P,)
-        contrast = float((has_contrast * failed_share).sum())
+        own_success = self.policy.ranks.local(is_success).cpu()  # on the CPU, because MPS devices have no float64
+        failed_share = 1 - own_success.double().mean(dim=1)  # (P,)
+        contrast = float((has_contrast.cpu() * failed_share).sum())
         tokens = 0
         for group in groups:
-            tokens += sum(sum(trajectory.loss_mask) for trajectory in group.trajectories)
-        total = self.policy.ranks.summed({"contrast": contrast, "tokens": tokens})
-        self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
+            if not group.is_filler:
+                tokens += sum(sum(trajectory.loss_mask) for trajectory in group.trajectories)
+        self._add(PLAIN, {"contrast": contrast, "tokens": tokens})
+
+    def _add(self, source: str, own: dict[str, float]) -> None:
+        """Add numbers about a source's rows of a round, on this process, to the totals of the batch. Also add its
+        contrast and tokens to the estimates. Every process must call it."""
+        total = self.policy.ranks.summed(own)
+        self.estimates.add(
+            source, contrast=total["contrast"], tokens=total["tokens"], same_batch=source in self._totals
+        )
+        of_batch = self._totals.setdefault(source, dict.fromkeys(total, 0.0))
+        for key, value in total.items():
+            of_batch[key] += value
 
     def _choose(self, groups: Sequence[ScoredGroup], is_unsolved: torch.Tensor) -> list[str]:
         """Choose a source for each of the N prompts of all processes. `is_unsolved`, `(N,)`, is True for prompts that
@@ -188,8 +216,7 @@ class AutoExplorer(BranchExplorer):
         return next(name for name, candidate in self.explorers.items() if candidate is explorer)
 
     def end_search(self, results: Sequence[SearchResult]) -> None:
-        """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process
-        calls it."""
+        """Add the explorers' rows of this round to the estimates. Every process calls it."""
         for result in results:
             contrasts, solved = 0.0, 0
             if result.scored is not None:
@@ -197,19 +224,25 @@ class AutoExplorer(BranchExplorer):
             # `replay` generates nothing, but training its rows has a cost. Without this, its estimate would have no
             # tokens.
             num_trained = sum(map(sum, result.branches.rows.loss_mask))
-            total = self.policy.ranks.summed(
+            self._add(
+                self._name_of(result.explorer),
                 {
                     "contrast": contrasts,
                     "solved": solved,
                     "tokens": max(result.num_tokens, num_trained),
                     "sampled": result.num_tokens,
                     "prompts": result.num_prompts,
-                }
+                },
             )
-            name = self._name_of(result.explorer)
-            self.estimates.add(name, contrast=total["contrast"], tokens=total["tokens"])
-            self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
-            self.policy.log_metric(f"explore/sampled_tokens/{name}", total["sampled"])
+
+    def end_batch(self) -> None:
+        """Log the metrics of all rounds of this generation batch, and the estimates."""
+        for explorer in self.explorers.values():
+            explorer.end_batch()
+        for name, total in self._totals.items():
+            if name != PLAIN:
+                self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
+                self.policy.log_metric(f"explore/sampled_tokens/{name}", total["sampled"])
         for source in self.estimates.sums:
             rate = self.estimates.rate(source)
             if rate is not None:
@@ -218,14 +251,21 @@ class AutoExplorer(BranchExplorer):
             self.policy.log_metric(f"explore/share/{name}", share)
 
     def _contrasts(self, result: SearchResult) -> float:
-        """Return the number of rows of this process that the explorer gave an advantage other than 0, divided by
-        `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other than 0."""
+        """Return the number of trained rows of this process that the explorer gave an advantage other than 0, divided
+        by `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other than 0."""
         assert result.scored is not None
-        signal = has_signal(result.scored.rows["advantages"])[result.scored.real]
+        signal = _trained_signal(result.scored.rows)[result.scored.real]
         size = result.branches.rows.group_size
         if self.args.success_reward is not None and size > 1:  # rows of a group are compared with each other
             signal = signal & ~equal_groups(result.scored.success_rewards.view(-1, size)).flatten()
-        num_changed = sum(bool(torch.tensor(value).any()) for value in result.branches.main_advantages.values())
+        trained_rows = set()
+        for group in self._groups:
+            for trajectory, is_trained in zip(group.trajectories, group.is_trained, strict=True):
+                if is_trained:
+                    trained_rows.add(trajectory.main_row)
+        num_changed = 0
+        for row, value in result.branches.main_advantages.items():
+            num_changed += row in trained_rows and bool(torch.tensor(value).any())
         return (int(signal.sum()) + num_changed) / self.args.num_generations
 
     def _solved(self, result: SearchResult) -> int:
@@ -280,3 +320,8 @@ class AutoExplorer(BranchExplorer):
     def forget_data(self) -> None:
         for explorer in self.explorers.values():
             explorer.forget_data()
+
+
+def _trained_signal(rows: RowDict) -> torch.Tensor:
+    """Return the mask `(R,)` of the rows that have an advantage other than 0 and that TRL does not mask as a whole."""
+    return has_signal(rows["advantages"]) & rows["completion_mask"].any(dim=1)

@@ -80,7 +80,7 @@ EXPLORER_TABLE: dict[str, ExplorerEntry] = {
         "deep_grpo_config:DeepGRPOConfig",
         PivotExplorer,
         agents=True,
-        refused_options=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
+        refused_options=("deferred_branching", "hard_states_file", "aux_loss_weight"),
     ),
     "sketches": ExplorerEntry("sesa_config:SESAConfig", _sketches, refused_options=("mode",)),
     "resample": ExplorerEntry("config:ExplorationConfig", ResampleBranches, agents=True, has_own_advantages=False),
@@ -91,21 +91,14 @@ EXPLORER_TABLE: dict[str, ExplorerEntry] = {
         TailBranchExplorer,
         single_turn=False,
         agents=True,
-        # All explorers of a run share one `AgentForks`, so one explorer cannot choose how it restores environments or
-        # limits turns.
-        refused_options=(
-            "environment_state",
-            "interaction_limits",
-            "interaction_limit_steps",
-            "eval_interaction_limit",
-        ),
+        # All explorers of a run share one `AgentForks`, so one explorer cannot choose how it limits turns.
+        refused_options=("interaction_limits", "interaction_limit_steps", "eval_interaction_limit"),
     ),
     "turn_trees": ExplorerEntry(
         "agent_tree_grpo_config:AgentTreeGRPOConfig",
         TurnTreeExplorer,
         single_turn=False,
         agents=True,
-        refused_options=("environment_state",),
     ),
 }
 # Default of the field `explorers`. The key is True for agents.

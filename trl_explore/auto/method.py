@@ -28,7 +28,7 @@ _METRICS = {
     "sketch/...": "`sketches`: metrics of SESA",
     "branch/...": "`tail_branches`, `turn_trees`: metrics of BranPO and of Tree-GRPO for agents",
     "agent/turns": "`tail_branches`, `turn_trees`: responses per trajectory of an explored prompt",
-    "agent/environment_errors": "agents: trajectories that ended because their environment raised",
+    "agent/environment_errors": "agents: trajectories and branches that ended because their environment raised",
     **{f"explored_{name}/...": f"metrics that TRL logs for rows, for the rows of `{name}`" for name in EXPLORERS},
 }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_explore.agents.environments import environment_error
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -145,15 +146,17 @@ class TailBranchExplorer(BranchExplorer):
             branches = self.forks.sample_branches(forks)
             complete = [branch for branch in branches if branch.complete]
             self.forks.judge(complete)
+            # `get_reward` may have raised: drop these endings, too.
+            usable = [branch for branch in complete if environment_error(branch.environment) is None]
             endings: dict[int, list[Branch]] = {}  # by main row
-            for branch in complete:
+            for branch in usable:
                 endings.setdefault(branch.row, []).append(branch)
             for row, found in endings.items():
                 place = self._first_wanted(found, plans[row], deciding[row])
                 if place is not None:
                     kept[row] = found[place]
             self.num_sampled += sum(branch.num_sampled for branch in branches)
-            self.num_incomplete += len(branches) - len(complete)
+            self.num_incomplete += len(branches) - len(usable)
         return kept
 
     def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:

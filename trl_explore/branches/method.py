@@ -38,7 +38,7 @@ BRANPO = Method(
         "branch/reward": "mean reward of the kept branches",
         "branch/...": "all other metrics that TRL logs for rows, for the kept branches",
         "agent/turns": "responses per main trajectory",
-        "agent/environment_errors": "trajectories that ended because their environment raised",
+        "agent/environment_errors": "trajectories and branches that ended because their environment raised",
     },
     card_metrics=(
         "branch/branched_fraction",

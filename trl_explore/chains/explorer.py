@@ -24,6 +24,7 @@ from trl_explore.forks.trajectories import Branch, Fork, Trajectory
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
+from trl_explore.rows.truncation import is_trained
 
 if TYPE_CHECKING:
     from trl_explore.trainers.attn_rl_config import AttnRLConfig
@@ -115,12 +116,13 @@ class ForkExplorer(BranchExplorer):
             for place, trajectory in enumerate(group.trajectories):
                 leaf = TreeCompletion(trajectory.completion_ids, logprobs=trajectory.logprobs)
                 leaf.reward, leaf.solved = group.rewards[place], solved[place]
+                leaf.is_trained = is_trained(self.policy, leaf.token_ids)
                 leaves.append(leaf)
                 prefixes.append(trajectory.prompt_ids)
                 completions.append(trajectory.completion_ids)
             trajectories = list(group.trajectories)
             tree = CompletionTree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
-            tree.trained = list(range(len(leaves)))
+            tree.trained = [place for place, leaf in enumerate(leaves) if leaf.is_trained]
             self.trees.append(tree)
         new_leaves: list[TreeCompletion] = []
         for tree in self.trees:
@@ -145,8 +147,7 @@ class ForkExplorer(BranchExplorer):
         """Return the first token at which a completion may not be forked: the token after the first text of
         `fork_until`, or the end of the completion. Return 0, so that there is no fork, if the completion was cut off
         and `mask_truncated_completions` keeps it out of the loss."""
-        end_tokens = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
-        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in end_tokens:
+        if not leaf.is_trained:
             return 0
         # The parent's tokens before the fork contain no such text, so search only the tokens of the leaf itself.
         last_of_text = first_text_end(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
@@ -173,7 +174,9 @@ class ForkExplorer(BranchExplorer):
                 owners += [(tree, place)] * number
         leaves, prefixes = [], []
         for (tree, parent), branch in zip(owners, self.forks.sample_branches(requests), strict=True):
-            leaves.append(tree.add(branch, parent))
+            leaf = tree.add(branch, parent)
+            leaf.is_trained = is_trained(self.policy, leaf.token_ids)
+            leaves.append(leaf)
             prefixes.append(tree.prompt_ids + branch.completion_ids[: branch.start])
         if logprobs and self.policy.serving is None:  # vLLM has reported the log-probabilities of the branches
             known = self.logprobs(prefixes, [leaf.token_ids for leaf in leaves])

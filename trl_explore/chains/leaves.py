@@ -19,6 +19,7 @@ class TreeCompletion:
     logprobs: list[float | None] | None = None  # of its own tokens; None if unknown
     reward: float = float("nan")  # NaN if it has no reward
     solved: bool = False  # True if it succeeded
+    is_trained: bool = True  # False if TRL masks the whole completion because it is truncated
 
     @property
     def length(self) -> int:

@@ -123,13 +123,14 @@ def choose_trained(leaves: Sequence[TreeCompletion], number: int | None, *, gene
     Return the indices of the completions that are trained: all chains, and random branches up to `number` completions.
 
     If no chain succeeded, a successful branch is chosen before all other branches. If `number` is None, all
-    completions are trained.
+    completions are trained. Completions that TRL masks are left out, and do not count.
     """
-    if number is None or number >= len(leaves):
-        return list(range(len(leaves)))
+    trainable = [i for i, leaf in enumerate(leaves) if leaf.is_trained]
+    if number is None or number >= len(trainable):
+        return trainable
     chains, branches = [], []
-    for i, leaf in enumerate(leaves):
-        if leaf.parent is None:
+    for i in trainable:
+        if leaves[i].parent is None:
             chains.append(i)
         else:
             branches.append(i)

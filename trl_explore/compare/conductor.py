@@ -12,6 +12,7 @@ from rich.console import Console
 
 from trl_explore.compare.executors import DueRun, Executor, SequentialExecutor
 from trl_explore.compare.folder import ComparisonFolder, free_memory
+from trl_explore.compare.inputs import input_fingerprints
 from trl_explore.compare.report import explanation, notes, rich_table, write_report
 from trl_explore.compare.run import Interrupted, build_run
 from trl_explore.compare.workers import ArmLines, WorkerExecutor
@@ -45,6 +46,8 @@ def run_comparison(
     try:
         if check_arms:
             check_trainers(folder)
+        if folder.missing():
+            folder.check_fingerprints(input_fingerprints(folder.comparison))
         folder.write_settings()
         _announce(folder)
         if folder.missing():

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from trl_explore.compare.run import Run
-from trl_explore.compare.settings import Arm, Comparison, arm_folder
+from trl_explore.compare.settings import FINGERPRINTS, Arm, Comparison, arm_folder
 from trl_explore.errors import UsageError
 from trl_explore.runs.inputs import check_output_dir
 from trl_explore.saving.whole_files import whole_file
@@ -46,6 +46,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
             f"{path} is no YAML file ({' '.join(str(error).split())}); restore it, or remove the folder"
         ) from None
     complete = isinstance(document, dict) and all(isinstance(document.get(name), list) for name in ("arms", "seeds"))
+    complete = complete and isinstance(document.get(FINGERPRINTS, {}), dict)
     if not complete or not all(isinstance(arm, dict) and isinstance(arm.get("name"), str) for arm in document["arms"]):
         raise UsageError(f"{path} holds no comparison; restore it, or remove the folder")
     return document
@@ -67,9 +68,12 @@ class ComparisonFolder:
 
     def __init__(self, comparison: Comparison, path: str | Path) -> None:
         self.comparison, self.path = comparison, check_output_dir(path)
+        self.fingerprints: dict[str, str] = {}  # of the rows and the model of the runs in the folder, if known
         settings = self.path / SETTINGS
         if settings.is_file():
-            found = differences(_read_settings(settings), comparison.document())
+            old = _read_settings(settings)
+            self.fingerprints = old.pop(FINGERPRINTS, {})
+            found = differences(old, comparison.document())
             if found:
                 more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
                 raise UsageError(
@@ -77,10 +81,34 @@ class ComparisonFolder:
                     "seeds can be added; name another folder with --output_dir"
                 )
 
+    def check_fingerprints(self, now: Mapping[str, str]) -> None:
+        """
+        Compare the fingerprints of a comparison's inputs with those in the folder, and add them.
+
+        Args:
+            now (`Mapping[str, str]`):
+                Fingerprints of the inputs of the runs to train, by their names. Inputs whose fingerprint is not in the
+                folder are accepted, because folders of earlier versions have none.
+
+        Raises:
+            UsageError: If an input has changed.
+        """
+        changed = [name for name, value in now.items() if self.fingerprints.get(name, value) != value]
+        if changed:
+            names = ", ".join(name.replace("_", " ") for name in changed)
+            raise UsageError(
+                f"output_dir={str(self.path)!r} holds runs of other inputs. Changed under the same name: {names}. "
+                "Restore them, or name another folder with --output_dir"
+            )
+        self.fingerprints |= now
+
     def write_settings(self) -> None:
-        """Write the settings to a file that `trl-explore compare --config` reads."""
+        """Write the settings and the fingerprints to a file that `trl-explore compare --config` reads."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
+        document = self.comparison.document()
+        if self.fingerprints:
+            document[FINGERPRINTS] = self.fingerprints
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
         with whole_file(self.path / SETTINGS) as part:
             part.write_text(text, encoding="utf-8")
 

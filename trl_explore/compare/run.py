@@ -212,7 +212,9 @@ class Curve(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.bar is not None and of_step(logs):
-            self.bar.set_postfix(step=state.global_step, reward=f"{logs['reward']:.2f}", refresh=False)
+            reward = logs["reward"]  # None if no completion of the batch has a reward
+            text = "-" if reward is None else f"{reward:.2f}"
+            self.bar.set_postfix(step=state.global_step, reward=text, refresh=False)
             self.bar.update(self._position() - self.bar.n)
 
 

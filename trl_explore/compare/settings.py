@@ -22,6 +22,7 @@ from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
 COST_OF_UNIT = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # unit of a budget: field of `Cost`
+FINGERPRINTS = "fingerprints"  # entry that `compare` adds to the file in its folder; it is no setting
 # The metrics. Where a name ends in a number, any other k is possible too (see `COUNTED`).
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
@@ -232,7 +233,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     """
     specs = [*fields(TrainArguments), *fields(ModelConfig), *fields(DatasetMixtureConfig)]
     subject_names = {spec.name for spec in specs} - {"method", "trainer", "warm_start_steps"}
-    own = {"budget"} | ({spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"})
+    own = {"budget", FINGERPRINTS} | ({spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"})
     for name in document:
         if name not in own | subject_names:
             raise UsageError(_unknown_top_level(str(name), own | subject_names))

@@ -33,6 +33,11 @@ def check_advantage(args: "ExplorationConfig") -> None:
             f"`dynamic_sampling={args.dynamic_sampling!r}` drops groups whose rewards are all equal, and "
             f"`advantage={advantage!r}` trains them: leave one of the two out."
         )
+    if args.count_bonus and args.dynamic_sampling != "off":
+        raise ValueError(
+            f"`dynamic_sampling={args.dynamic_sampling!r}` drops groups whose rewards are all equal, and "
+            f"`count_bonus={args.count_bonus}` trains them: leave one of the two out."
+        )
     field, size = "num_generations", args.num_generations
     if args.trained_generations is not None:
         field, size = "trained_generations", args.trained_generations

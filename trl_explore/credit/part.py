@@ -229,7 +229,8 @@ class Credit:
             return
         mask = loss_mask(output).bool()
         advantages = _per_token(output["advantages"], mask)
-        own, logprobs = advantages[mask].double(), self._old_logprobs(output)[mask].double()
+        # On the CPU, because Apple's MPS devices have no float64.
+        own, logprobs = advantages[mask].cpu().double(), self._old_logprobs(output)[mask].cpu().double()
         sums = ranks.summed({"tokens": len(own), "advantages": own.sum().item(), "logprobs": logprobs.sum().item()})
         number = max(int(sums["tokens"]), 1)
         means = {"mean_advantage": sums["advantages"] / number, "mean_logprob": sums["logprobs"] / number}
@@ -240,11 +241,11 @@ class Credit:
             candidates = (cov > args.clip_cov_low) & (cov < args.clip_cov_high)
             # A random choice of candidates: those with the largest random numbers.
             keys = torch.rand(int(candidates.sum()), generator=self.policy.exploration_generator, dtype=torch.float64)
-            keys = cov.new_zeros(cov.shape).masked_scatter(candidates, keys.to(cov.device))
-            clipped = self._largest("clip_cov", keys, candidates, number)
+            keys = cov.new_zeros(cov.shape).masked_scatter(candidates, keys)
+            clipped = self._largest("clip_cov", keys, candidates, number).to(mask.device)
             output["advantages"] = advantages.masked_fill(torch.zeros_like(mask).masked_scatter(mask, clipped), 0.0)
         if args.kl_cov:
-            chosen = self._largest("kl_cov", cov, torch.ones_like(cov, dtype=torch.bool), number)
+            chosen = self._largest("kl_cov", cov, torch.ones_like(cov, dtype=torch.bool), number).to(mask.device)
             output["kl_cov"] = torch.zeros_like(mask).masked_scatter(mask, chosen)
         self._logprobs = None  # free the memory, because the next generation batch needs other log-probabilities
 

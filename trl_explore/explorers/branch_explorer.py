@@ -39,6 +39,9 @@ class ScoredGroup:
     deciding: Sequence[float]  # rewards that decide about success, `[G]`; NaN if a completion was not scored
     failed: Sequence[bool]  # True if the completion was scored and is no success, `[G]`
     is_trained: Sequence[bool]  # False if TRL masks the whole completion, `[G]`
+    # True if the main rows of this group are dropped. With `dynamic_sampling="refill"`, a process samples such a group
+    # if another process needs more prompts in the round.
+    is_filler: bool = False
 
     @property
     def first_row(self) -> int:
@@ -88,7 +91,7 @@ class BranchExplorer:
 
     name = ""  # for error messages
     stream = "branch"  # name of the added rows in metrics and in the completions table
-    # True if `explore` may return `main_advantages`. Only the metric `method/changed_hooks` reads it.
+    # True if `explore` may return `main_advantages`. Then, `trained_generations` is refused.
     credits_main_rows = False
     args: "ExplorationConfig"  # the configuration; a subclass may narrow the type
 
@@ -127,6 +130,13 @@ class BranchExplorer:
         """Sample the main rows, and further completions in the same call. See [`samples_with_main`]."""
         return plain(prompt_ids)
 
+    def begin_batch(self) -> None:
+        """Called before the first round of sampling of a generation batch. The other methods are called in each round.
+        A batch has one round, or several with `dynamic_sampling="refill"`."""
+
+    def end_batch(self) -> None:
+        """Called after the last round of sampling of a generation batch, for example to log metrics of all rounds."""
+
     def observe(self, groups: Sequence[ScoredGroup]) -> None:
         """Receive all groups of this process, solved or not, before the prompts to explore are chosen. If `explore` is
         `"auto"`, `"hints"` or `"replay"`, every process calls it once per generation batch."""
@@ -152,7 +162,8 @@ class BranchExplorer:
         return [(self, groups)]
 
     def weight_of(self, explorer: "BranchExplorer") -> float | None:
-        """Return the weight of the rows of an explorer of `assign` in this generation batch. See [`weight`]."""
+        """Return the weight of the rows of an explorer of `assign` in this generation batch. See [`weight`]. If the
+        batch has several rounds, the value after `end_batch` counts."""
         return explorer.weight
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:

@@ -34,11 +34,34 @@ class Branching:
 
     def __init__(self, policy: Policy, explorer: BranchExplorer, choice: PromptChoice | None, scorer: Scorer) -> None:
         self.policy, self.explorer, self.choice, self.scorer = policy, explorer, choice, scorer
-        self.results: list[SearchResult] = []  # results of the current generation batch, one for each explorer
+        self.results: list[SearchResult] = []  # results of the current round, one for each explorer
+        self._num_rounds = 0  # rounds of sampling in the current generation batch
+        self._explorers: dict[str, BranchExplorer] = {}  # explorers of all its rounds, by the names of their streams
+        self._num_fillers = 0  # number of filler groups at the end of this process's groups in the current round
 
-    def begin(self) -> None:
-        """Forget the branches of the last generation batch."""
+    def begin_batch(self) -> None:
+        """Begin a generation batch. Called before its first round of sampling."""
+        self._num_rounds, self._explorers = 0, {}
+        self.explorer.begin_batch()
+
+    def begin(self, num_fillers: int = 0) -> None:
+        """Begin a round of sampling. The last `num_fillers` prompts of this process are fillers (see [`Rounds`])."""
         self.results = []
+        self._num_rounds += 1
+        self._num_fillers = num_fillers
+
+    def end_batch(self, streams: Streams) -> Streams:
+        """End a generation batch. Return its streams. After several rounds, the streams of branches get new weights,
+        because a weight may depend on the prompts of all rounds."""
+        self.explorer.end_batch()
+        if self._num_rounds == 1:
+            return streams
+        weighted = dict(streams)
+        for name, explorer in self._explorers.items():
+            if name in streams:
+                scored, _ = streams[name]
+                weighted[name] = scored, self.explorer.weight_of(explorer)
+        return weighted
 
     def search(
         self,
@@ -73,6 +96,8 @@ class Branching:
         main_lengths = [len(ids) for ids in completion_ids]
         for explorer, groups in self.explorer.assign(self._groups(output), output):
             self.results.append(self._explored(explorer, groups, main_lengths))
+            self._explorers[explorer.stream] = explorer
+        self.explorer.forks.end_search()
         self.explorer.end_search(self.results)
 
     def _explored(
@@ -107,13 +132,21 @@ class Branching:
         num_rows = len(is_explored)
         first_row = ranks.index * num_rows  # among the rows of all processes
         starts = [row for row in range(num_rows) if row == 0 or (first_row + row) % size == 0]
+        first_filler = num_rows - self._num_fillers * size
         groups = []
         for start, end in itertools.pairwise([*starts, num_rows]):
             if is_explored[start]:
                 rows = slice(start, end)
                 trajectories = self.explorer.forks.trajectories[rows]
                 groups.append(
-                    ScoredGroup(trajectories, rewards[rows], of_success[rows], failures[rows], is_trained[rows])
+                    ScoredGroup(
+                        trajectories,
+                        rewards[rows],
+                        of_success[rows],
+                        failures[rows],
+                        is_trained[rows],
+                        is_filler=start >= first_filler,
+                    )
                 )
         return groups
 
@@ -149,6 +182,15 @@ class Branching:
             advantages = advantages.clone()
         _fill(advantages, changed)
         return advantages
+
+    def credited(self, num_rows: int) -> torch.Tensor:
+        """Return the mask `(B,)` of this process's `num_rows` main rows to which an explorer gave an advantage other
+        than 0."""
+        mask = [False] * num_rows
+        for result in self.results:
+            for row, value in result.branches.main_advantages.items():
+                mask[row] = bool(torch.tensor(value).any())
+        return torch.tensor(mask, device=self.policy.ranks.device)
 
     def streams(self) -> Streams:
         """Return the streams of the branches with their weights. Empty if there are no branches."""

@@ -58,6 +58,7 @@ class PivotExplorer(BranchExplorer):
         # Equal on all processes: it decides which pivots of the whole batch are kept.
         self.shared_generator = torch.Generator().manual_seed(args.seed)
         self.num_batches = 0
+        self._num_kept = 0  # number of pivots of this batch so far, with `max_pivots_per_batch`
         file = None
         if args.hard_states_file:
             file = path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
@@ -78,6 +79,9 @@ class PivotExplorer(BranchExplorer):
         return self.args.aux_loss_weight
 
     # ------------------------------------------------------------------------------------------------- sample branches
+
+    def begin_batch(self) -> None:
+        self._num_kept = 0
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         start = time.perf_counter()
@@ -142,7 +146,7 @@ class PivotExplorer(BranchExplorer):
     # --------------------------------------------------------------------------------------------------- choose pivots
 
     def choose(self, groups: Sequence[ScoredGroup]) -> list[BranchPoint]:
-        """Return the pivots of the batch. Every process must call it."""
+        """Return the pivots of a round of sampling. Every process must call it."""
         args, most = self.args, self.forks.longest_completion()
         self._distributions.clear()  # the estimator may have changed since
         deciding = self.scorer.success()
@@ -166,7 +170,7 @@ class PivotExplorer(BranchExplorer):
                     pivots += self.draw(row, trajectory, most)
         self._warn_without_cuts(num_chosen)
         if args.max_pivots_per_batch is not None:
-            pivots = self._capped(pivots, args.max_pivots_per_batch)
+            pivots = self._capped(pivots, args.max_pivots_per_batch - self._num_kept)
         points = []
         for pivot in pivots:
             points.append(BranchPoint(self.forks.trajectories[pivot.row], pivot.start, pivot.depth))
@@ -251,7 +255,7 @@ class PivotExplorer(BranchExplorer):
         )
 
     def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
-        """Keep `limit` pivots of the batch on all processes. The first pivots of all completions are kept before any
+        """Keep `limit` pivots of the round on all processes. The first pivots of all completions are kept before any
         second pivot, and so on. Random numbers decide between pivots of equal rank."""
         numbers: list[int] = []  # number of each pivot in its completion, from 0
         for i, pivot in enumerate(pivots):
@@ -264,6 +268,7 @@ class PivotExplorer(BranchExplorer):
         priority = torch.tensor(all_numbers, dtype=torch.float64)
         tie_break = torch.rand(len(priority), generator=self.shared_generator, dtype=torch.float64)  # in [0, 1)
         kept = set((priority + tie_break).argsort()[:limit].tolist())
+        self._num_kept += len(kept)
         first = sum(map(len, per_process[: self.policy.ranks.index]))  # index of this process's first pivot
         return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
 

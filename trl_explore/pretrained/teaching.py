@@ -22,7 +22,7 @@ from trl_explore.machine.accelerate_state import separate_accelerate_state
 from trl_explore.machine.devices import available_accelerator
 from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.pretrained.tools import with_tools
-from trl_explore.saving.fingerprints import digest, folder_probes
+from trl_explore.saving.fingerprints import saved_model_fingerprint
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ CACHE_VERSION = 1  # raise it when the training below changes
 BATCH_SIZE = 24
 LEARNING_RATE = 1e-4
 WARMUP_SHARE = 0.1  # share of the steps in which the learning rate rises
-TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a demonstration
 
 
 def teach(
@@ -129,9 +128,7 @@ def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
     folder = Path(source)
     model = [source]  # the name on the Hub, or for a folder a hash of its files
     if folder.is_dir():
-        tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        contents = [*folder_probes(folder), *(path.read_bytes() for path in tokenizer_files)]
-        model = [digest(contents)]
+        model = [saved_model_fingerprint(folder)]
     parts = {
         "version": CACHE_VERSION,
         "model": model,

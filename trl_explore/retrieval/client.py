@@ -14,6 +14,7 @@ from typing import Any
 
 from trl_explore.retrieval.corpus import Passage, read_passage
 from trl_explore.retrieval.index import Retriever, Shared
+from trl_explore.serving.agreement import url_opener
 
 MAX_QUERIES = 512  # queries per request that the client sends, and that the server accepts by default
 MAX_QUERY_CHARS = 10_000  # characters per query that the tool and the server accept by default
@@ -34,7 +35,8 @@ class HTTPRetriever:
     Client of a retrieval server with Search-R1's protocol, as `trl-explore serve-retriever` starts one.
 
     It sends `{"queries": [...], "topk": k, "return_scores": true}` and reads `{"result": [[{"document": {...},
-    "score": s}, ...], ...]}` with documents as in [`~trl_explore.retrieval.corpus.read_passage`].
+    "score": s}, ...], ...]}` with documents as in [`~trl_explore.retrieval.corpus.read_passage`]. Requests go through
+    the proxy of the environment variables, except to `127.0.0.1`, `localhost` and `0.0.0.0`.
 
     Args:
         url (`str`):
@@ -74,11 +76,12 @@ class HTTPRetriever:
     def _ask(self, queries: list[str], top_k: int) -> list[list[Passage]]:
         body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        open_url = url_opener(self.url)
         tries = 0
         while True:
             tries += 1
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                with open_url(request, timeout=self.timeout) as answer:
                     return _read_answer(answer.read(), len(queries))
             except urllib.error.HTTPError as error:
                 problem = _describe_refusal(error)

@@ -17,10 +17,25 @@ TIMEOUT_SECONDS = 4
 
 BOXED = re.compile(r"\\boxed\s*\{")
 HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+# A line such as `#### Step 1`, `#### **Step 1**` or `#### 1. Add`, which is a heading if other text follows it.
+HEADING = re.compile(r"[ \t]*####[#*_ \t]*(?:\d{1,2}[.)][*_ \t]+)?[A-Za-z]{3,}(?![A-Za-z(])")
+OTHER_LINE = re.compile(r"^(?![ \t]*####).*\S", re.MULTILINE)
 NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
 FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
 # A word of at least three letters that is not a LaTeX command means prose or a unit, not a formula.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+# What the formula of an answer without a mark can contain that LaTeX does not: `3*sqrt(2)`, `2 ln 3`, `x**2`, `1 234`.
+ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
+FUNCTION = re.compile(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])")
+THOUSANDS_SPACE = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
+# Units at the end of an answer: `\text{ inches}`, `square units`, `km/h`, `cm^2`.
+UNIT = r"(?:[kcm]?m|[km]?g|m?[lL]|in|mi|yd|ft|oz|h|s|kWh|k?W|V|J|K|C|F)(?:\^\{?\d\}?)?"
+UNITS = re.compile(
+    r"(?<=[\w)}])(?:\s|~|\\[ ,;])*\\(?:text|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$"
+    r"|(?<=[\w)}])(?:\s+[A-Za-z]{3,}){1,3}$"
+    rf"|(?<=\d)\s+{UNIT}(?:/{UNIT})?$"
+)
+OPERATOR = re.compile(r"[-+*/^=<>\\√×÷±]")
 # A choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`; and a choice in prose.
 STYLE = r"(?:\\(?:text|mathrm)(?:bf)?\s*\{|\\mathbf\s*\{)?"
 MARKED_CHOICE = re.compile(rf"[(\s]*{STYLE}[(\s]*([A-Za-z])\s*(?:[.:)}}].*)?", re.DOTALL)
@@ -31,6 +46,11 @@ EXPLOSIVE = re.compile(
     r"|(\d{5,}|[({][\d\s^*{}!]*[\d!}][)}])\s*!"
     r"|binom\{[^{}]*(\d{5}|\^)"
 )
+FORMULA_CHARACTERS = "0123456789 \t+-*/^(){}!"
+# The exclamation mark of a sentence such as `The answer is 12345!`.
+EXCLAMATION = re.compile(r"(?<=\d{5})!(?=[*\s]*(?:\Z|(?<=\s)[A-Z]))")
+# Replaces explosive formulas in prose. No gold answer equals it.
+STAND_IN = " 31415926535897932384626433832795 "
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
@@ -67,7 +87,11 @@ class _Mark(NamedTuple):
 def _marks(text: str) -> list[_Mark]:
     """Return the marks of final answers, in order."""
     marks = []
+    end_of_other_lines = max([line.end() for line in OTHER_LINE.finditer(text)], default=0)
     for match in HASHES.finditer(text):
+        start_of_line = text.rfind("\n", 0, match.start()) + 1
+        if HEADING.match(text, start_of_line) and match.end() < end_of_other_lines:
+            continue
         answer = match.group(1).strip()
         marks.append(_Mark(match.start(), match.end(), answer, answer))
     for match in BOXED.finditer(text):
@@ -98,7 +122,9 @@ def extract_answer(text: str) -> str | None:
     `#### `, whichever comes later.
 
     These do not count: a `\boxed{` that is never closed (in a truncated completion), a box with more than 500
-    characters, and a `####` at the end of a line.
+    characters, a `####` at the end of a line, and a Markdown heading. A heading is a line such as `#### Step 1` or
+    `#### 1. Add` that begins with `####` and a word of at least three letters. A line other than such `####` lines
+    must follow it: as the last line, `#### Paris` is an answer.
 
     Args:
         text (`str`):
@@ -197,16 +223,57 @@ def _timeout() -> int | None:
     return TIMEOUT_SECONDS
 
 
+def _bare_formula(answer: str) -> str:
+    """Return the LaTeX of an answer without a box and dollar signs, without its units. Empty if it is prose."""
+    if len(answer) > MAX_ANSWER_LENGTH or "$" in answer or r"\boxed" in answer:
+        return ""
+    formula = answer.strip("*").rstrip("*.,; ")
+    if re.search(r"\d", formula):
+        formula = UNITS.sub("", formula)
+    formula = THOUSANDS_SPACE.sub("", formula)
+    formula = formula.replace("**", "^")
+    formula = ROOT.sub(r"\\sqrt{\1}", formula)
+    formula = FUNCTION.sub(r"\\\1", formula)
+    if WORD.search(formula):
+        return ""
+    return formula
+
+
 def _expressions(answer: str, source: str) -> list:
     """Parse an answer with math-verify. The list is empty if math-verify finds no expression."""
     from math_verify import parse
 
+    # math-verify reads a formula as a whole only if it is marked as LaTeX. In other text, it searches for a number.
+    formula = ""
+    if not source.startswith(r"\boxed"):
+        formula = _bare_formula(answer)
+    if EXPLOSIVE.search(formula):
+        return [answer]  # a text, which equals only itself
+    if formula:
+        expressions = parse(rf"\boxed{{{formula}}}", parsing_timeout=_timeout())
+        is_parsed = bool(expressions) and not isinstance(expressions[0], str)
+        # Text without operators, such as `42 ✓`, may still be a number with a sign that LaTeX does not have.
+        if is_parsed or OPERATOR.search(formula.lstrip("+-")):
+            return expressions
     expressions = parse(source, parsing_timeout=_timeout())
-    # math-verify parses a bare formula such as `(1, 2)` or `x + 1` only as LaTeX. Exclude prose, which it would
-    # parse as a product of letters.
     if not expressions and answer and not WORD.search(answer):
         expressions = parse(f"${answer}$", parsing_timeout=_timeout())
     return expressions
+
+
+def _without_explosive_formulas(text: str) -> str:
+    """Return a text with a number that equals no gold answer in place of each formula that sympy would not finish."""
+    text = EXCLAMATION.sub("", text)
+    pieces = []
+    position = 0  # end of the last formula
+    for match in EXPLOSIVE.finditer(text):
+        if match.start() < position:
+            continue
+        pieces.append(text[position : match.start()].rstrip(FORMULA_CHARACTERS))
+        rest = text[match.end() :]
+        position = len(text) - len(rest.lstrip(FORMULA_CHARACTERS))
+    pieces.append(text[position:])
+    return STAND_IN.join(pieces)
 
 
 def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool | None:
@@ -217,8 +284,13 @@ def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool 
     number, or else the expression that math-verify finds in the last 2,000 characters.
 
     Whole numbers must be equal, and other numbers equal up to `rel_tol`. math-verify compares everything else; for it,
-    `42\%` equals `42` and `0.42`. An answer of more than 500 characters, or one that sympy would never finish
-    (`9^{9^9}`), is right only if it repeats the text of the gold answer.
+    `42\%` equals `42` and `0.42`. It reads a gold answer without a mark, or the rest of a `####` line, as one formula:
+    `2x+1` equals `1+2x` and not `2`. Units at the end do not count. If words surround a number, as in
+    `Tom has 42 apples`, the number is the answer.
+
+    A marked answer of more than 500 characters, or one that sympy would never finish (`9^{9^9}`), is right only if it
+    repeats the text of the gold answer. In a text without a mark, a formula that sympy would never finish counts as a
+    number that equals no gold answer, and `12345!` at the end of a sentence is the number.
 
     Args:
         prediction (`str`):
@@ -248,12 +320,15 @@ def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool 
         return None
     if answer and re.sub(r"\s+", "", answer) == re.sub(r"\s+", "", gold_answer):
         return True
-    if EXPLOSIVE.search(answer) or (marked and len(answer) > MAX_ANSWER_LENGTH):
+    if marked and len(answer) > MAX_ANSWER_LENGTH:
+        return False
+    if not marked:
+        answer = ""  # the answer is somewhere in prose, which must not be parsed as one formula
+        source = _without_explosive_formulas(source)
+    if EXPLOSIVE.search(source):
         return False
     from math_verify import verify
 
-    if not marked:
-        answer = ""  # the answer is somewhere in prose, which must not be parsed as one formula
     expressions = _expressions(answer, source)
     return verify(gold_expressions, expressions, timeout_seconds=_timeout())
 
@@ -348,7 +423,8 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
     Reward function that is 1.0 if a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
 
     The answer must not be empty. After it, only white space, full stops and the end of a formula (`$`, `\)`, `\]`) are
-    allowed. A box on a `####` line belongs to that mark: `#### \boxed{42}` is one answer.
+    allowed. A box on a `####` line belongs to that mark: `#### \boxed{42}` is one answer. A Markdown heading is no
+    mark, as in [`extract_answer`].
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):

@@ -18,15 +18,12 @@ class Ranks:
 
     def gathered(self, value: float) -> torch.Tensor:
         """Return the `value` of each process as a float64 tensor `(num_processes,)`."""
-        own = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        if self.number == 1:
-            return own
-        return gather(own)
+        return self._of_all([float(value)])[:, 0]
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Return the sum of each value over all processes. Every process passes the same names."""
-        numbers = torch.tensor([list(values.values())], dtype=torch.float64, device=self.device)
-        return dict(zip(values, gather(numbers).sum(dim=0).tolist(), strict=True))
+        sums = self._of_all([*values.values()]).sum(dim=0)
+        return dict(zip(values, sums.tolist(), strict=True))
 
     def most(self, value: int) -> int:
         """Return the largest `value` of all processes."""
@@ -49,3 +46,10 @@ class Ranks:
     def local(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return this process's rows `(B, ...)` of a tensor `(N, ...)` that was gathered over all processes."""
         return gathered[self.own(len(gathered) // self.number)]
+
+    def _of_all(self, own: list[float]) -> torch.Tensor:
+        """Return the K numbers of each process as a float64 tensor `(num_processes, K)`. For a single process, the
+        tensor is on the CPU, because Apple's MPS devices have no float64."""
+        if self.number == 1:
+            return torch.tensor([own], dtype=torch.float64)
+        return gather(torch.tensor([own], dtype=torch.float64, device=self.device))

@@ -1,7 +1,8 @@
-"""Fingerprints of models and tokenizers, for files that depend on one of them."""
+"""Fingerprints of models, tokenizers and data sets, for files that depend on one of them."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 NUM_PROBES = 256
+MOST_ROWS = 100_000  # of a larger data set, about so many evenly spaced rows enter its fingerprint
+ROWS_AT_ONCE = 1000
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a prompt
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -43,6 +48,45 @@ def folder_probes(folder: Path) -> Iterator[bytes]:
             for start in range(0, size, max(64, size // NUM_PROBES)):
                 file.seek(start)
                 yield file.read(64)
+
+
+def saved_model_fingerprint(folder: Path) -> str:
+    """Return a digest of the weights and the tokenizer of a saved model, without loading it."""
+    tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return digest([*folder_probes(folder), *(path.read_bytes() for path in tokenizer_files)])
+
+
+def model_fingerprint(model: str, *, revision: str | None) -> str | None:
+    """Return the fingerprint of a model's folder, or the commit of a model of the Hub that is in the local cache. None
+    if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return saved_model_fingerprint(folder)
+    try:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # the path of a folder that does not exist
+        return None
+    if not isinstance(cached, str):
+        return None
+    return Path(cached).parent.name  # the cache has a folder per commit
+
+
+def rows_fingerprint(rows: "Dataset") -> str:
+    """Return a digest of the rows of a data set. If there are more than 100,000, evenly spaced rows are taken."""
+    return digest(_row_probes(rows))
+
+
+def _row_probes(rows: "Dataset") -> Iterator[bytes]:
+    step = max(1, math.ceil(len(rows) / MOST_ROWS))
+    stored = rows.with_format("arrow")  # without a transform, which may return other rows every time
+    yield str(len(rows)).encode()
+    for start in range(0, len(rows), step * ROWS_AT_ONCE):
+        places = range(start, min(start + step * ROWS_AT_ONCE, len(rows)), step)
+        for row in stored[places].to_pylist():
+            yield repr(row).encode()
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -25,8 +25,8 @@ class Rounds:
     """
     Chooses the prompts of generation batches, and samples in rounds until enough groups have contrast.
 
-    A group has contrast if its rewards differ. Every process runs the same number of rounds, with the same number of
-    rows in a round.
+    A group has contrast if its rewards differ, or if an explorer gave one of its rows an advantage other than 0. Every
+    process runs the same number of rounds, with the same number of rows in a round.
 
     Args:
         policy ([`Policy`]):
@@ -42,6 +42,9 @@ class Rounds:
         self.solved = SuccessRates()
         self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # sums over the run
         self.rows_of: list[int] = []  # rows of each prompt of this process; empty if all prompts have `size` rows
+        # Mask of the newest round's main rows that an explorer credited, `(B,)`; None without a branch explorer.
+        self.credited: torch.Tensor | None = None
+        self.num_fillers = 0  # prompts of this process in the newest round whose main rows are dropped
         self._before_step = self._now()  # what changes during an optimizer step, as it was at the start of the step
         self._warned = False
 
@@ -86,6 +89,7 @@ class Rounds:
         if self.args.dynamic_sampling == "refill":
             # Later rounds need filler rows. Reward functions may change their arguments, so copy the rows now.
             fillers = [own_copy(dict(row)) for row in inputs]
+        self.num_fillers = 0
         output, streams = play(inputs)
         self._note(places, number)
         if self.args.dynamic_sampling == "off":
@@ -93,7 +97,7 @@ class Rounds:
             return output, streams, None
         keep = self.contrast()
         tokens = self._tokens(output)  # sampled in all rounds
-        sampled = number  # prompts of all rounds
+        sampled = len(keep)  # rows of all rounds, without fillers
         rounds, missing = 1, 0
         if self.args.dynamic_sampling == "refill":
             num_found = int(keep.sum()) // self.size  # groups with contrast
@@ -105,7 +109,8 @@ class Rounds:
                     break
                 places = self._taken(self.policy.ranks.objects([missing]))
                 # All processes must score the same number of rows. Filler rows are dropped afterwards.
-                filling = fillers[: (most - missing) * self.size]
+                self.num_fillers = most - missing
+                filling = fillers[: self.num_fillers * self.size]
                 more, more_streams = play(self._rows(places) + [own_copy(row) for row in filling])
                 self._note(places, missing)
                 is_filler = torch.arange(most * self.size, device=keep.device) >= missing * self.size
@@ -113,13 +118,14 @@ class Rounds:
                 outputs.append(select_rows(more, good.nonzero().squeeze(1)))
                 streams_of_rounds.append(more_streams)
                 num_found += int(good.sum()) // self.size
-                sampled += missing
+                sampled += missing * self.size
                 tokens += self._tokens(more)
                 rounds += 1
             if rounds > 1:
                 output, keep = self._refilled(outputs, keep)
                 streams = self._joined(streams_of_rounds)
-        own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": missing}
+        # The numbers of kept and sampled groups are counted in rows, because a group may span processes with "filter".
+        own = {"kept": int(keep.sum()), "sampled": sampled, "missing": missing}
         total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
         self.counts["discarded_tokens"] += int(total["discarded"])
         self._log(
@@ -214,9 +220,15 @@ class Rounds:
         )
 
     def contrast(self) -> torch.Tensor:
-        """Return the mask `(B,)` of this process's rows in groups with different raw rewards."""
+        """Return the mask `(B,)` of this process's rows in groups with different raw rewards, or with a row that an
+        explorer credited. Every process must call it."""
         assert self.scorer.rewards_per_func is not None
-        return ~self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=self.size)
+        contrast = ~self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=self.size)
+        if self.credited is not None:
+            # With "filter", a group may span processes, so look at the rows of all processes.
+            is_credited = self.policy.ranks.gather(self.credited).view(-1, self.size).any(dim=1)
+            contrast = contrast | self.policy.ranks.local(is_credited.repeat_interleave(self.size))
+        return contrast
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the columns of the completions table for the main rows of a round."""

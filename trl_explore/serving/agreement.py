@@ -59,9 +59,7 @@ def wait_until_healthy(url: str, *, seconds: float, command: str) -> None:
         ConnectionError: If no vLLM server answers in time.
     """
     deadline, found = time.monotonic() + seconds, "nothing answers there"
-    open_url: Callable[..., Any] = urllib.request.urlopen
-    if _is_local(url):  # a proxy could not reach a server on this machine
-        open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+    open_url = url_opener(url)
     while True:
         try:
             with open_url(f"{url}/health", timeout=max(seconds, 1)):
@@ -78,8 +76,11 @@ def wait_until_healthy(url: str, *, seconds: float, command: str) -> None:
         time.sleep(min(0.5, seconds))
 
 
-def _is_local(url: str) -> bool:
-    return any(f"://{host}" in url for host in ("127.0.0.1", "localhost", "0.0.0.0"))
+def url_opener(url: str) -> Callable[..., Any]:
+    """Return the function that opens a URL. It uses no proxy for a server on this machine, which no proxy reaches."""
+    if any(f"://{host}" in url for host in ("127.0.0.1", "localhost", "0.0.0.0")):
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+    return urllib.request.urlopen
 
 
 def check_server(

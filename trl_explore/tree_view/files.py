@@ -39,6 +39,7 @@ _NODE_FIELDS: dict[str, _Types] = {
     "iteration": (int,),
     "result": (int, type(None)),
 }
+_NEWER_NODE_FIELDS: dict[str, _Types] = {"worth": _OPTIONAL_NUMBER}  # older dumps do not have them
 
 
 def read_trees(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -78,6 +79,9 @@ def _problem_with(record: Any) -> str | None:
         return "it has no nodes"
     for index, node in enumerate(record["nodes"]):
         problem = _wrong_field(node, _NODE_FIELDS)
+        for name, types in _NEWER_NODE_FIELDS.items():
+            if not problem and name in node:
+                problem = _wrong_field(node, {name: types})
         if problem:
             return f"node {index}: {problem}"
         for reward in node["rewards"] or []:

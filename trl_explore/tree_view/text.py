@@ -69,11 +69,17 @@ def depths(nodes: list[dict[str, Any]]) -> list[int]:
     return levels
 
 
+def worth(node: dict[str, Any]) -> float | None:
+    """Return the outcome that the search backed up from a completion. With graded rewards, it is on the scale of the
+    tree's rewards. None if the completion was not scored."""
+    return node.get("worth", node["outcome"])  # older dumps have only the outcome
+
+
 def shade(node: dict[str, Any]) -> float:
-    """Return a number from -1 (red) to 1 (green): the outcome of a terminal node, or else `tanh` of the node's value.
+    """Return a number from -1 (red) to 1 (green): [`worth`] of a terminal node, or else `tanh` of the node's value.
     Return 0 if it is unknown."""
     if node["terminal"]:
-        strength = node["outcome"] or 0.0
+        strength = worth(node) or 0.0
     else:
         strength = math.tanh(node["value"])
     if math.isnan(strength):
@@ -93,10 +99,11 @@ def verdict(node: dict[str, Any]) -> str:
 
 
 def outcome(node: dict[str, Any]) -> str:
-    """Format the outcome that the search backed up from a completion, such as `"+1"`. Empty if it was not scored."""
-    if node["outcome"] is None:
+    """Format [`worth`] of a completion, such as `"+1"`. Empty if it was not scored."""
+    value = worth(node)
+    if value is None:
         return ""
-    return f"{node['outcome']:+.3g}"
+    return f"{value:+.3g}"
 
 
 def _text_and_tokens(index: int, record: dict[str, Any]) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.rows.policy import Policy
+from trl_explore.rows.truncation import is_trained
 from trl_explore.saving.records import FileRefusedError
 from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
@@ -33,17 +34,23 @@ class ReplayBuffer:
         self._file_is_current = False
 
     def usable(self, prompt_ids: list[int]) -> list[list[int]]:
-        """Return the solutions of a prompt that are short enough for a completion."""
+        """Return the solutions of a prompt that are short enough for a completion, and that TRL trains."""
         if not self.args.replay_buffer:
             return []
         limit = self.args.max_completion_length
         assert limit is not None
-        return [solution for solution in self.solutions.get(prompt_ids) if len(solution) <= limit]
+        found = []
+        for solution in self.solutions.get(prompt_ids):
+            if len(solution) <= limit and is_trained(self.policy, solution):
+                found.append(solution)
+        return found
 
     def replace(
         self, trees: list[Tree], cached: list[list[list[int]]], score: Callable[[list[Leaf]], list[Verdict]]
     ) -> list[Tree]:
-        """Replace failed direct rollouts by cached solutions, and score the solutions.
+        """
+        Replace failed direct rollouts by cached solutions, and score the solutions. A solution that is now wrong, for
+        example because the data changed, leaves the cache.
 
         Args:
             trees (`list[Tree]`):
@@ -73,8 +80,14 @@ class ReplayBuffer:
         for i, node in placed:
             leaves.append(Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished))
         verdicts = score(leaves)
+        wrong = []
         for (i, node), verdict in zip(placed, verdicts, strict=True):
             trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
+            if verdict.outcome is not None and verdict.outcome <= 0:
+                wrong.append((trees[i].prompt_ids, trees[i].completion_ids(node)))
+        for prompt_ids, completion_ids in self.policy.ranks.objects(wrong):
+            self.solutions.drop(prompt_ids, completion_ids)
+            self._file_is_current = False  # appending cannot remove lines, so write the whole file again
         num_prompts = sum(bool(solutions) for solutions in cached)
         total = self.policy.ranks.summed({"rows": len(placed), "prompts": num_prompts})
         self.policy.log_metric("replay/replaced_rows", total["rows"])
@@ -89,7 +102,8 @@ class ReplayBuffer:
             solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
             solutions = None  # None: the prompt got direct rollouts, because it has cached solutions
             if tree.reason != "replayed":
-                solutions = [tree.completion_ids(row) for row in solved]
+                solved_ids = [tree.completion_ids(row) for row in solved]
+                solutions = [ids for ids in solved_ids if is_trained(self.policy, ids)]
             found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
         entries, num_dropped = [], 0
         for prompt_ids, solutions, ratio in self.policy.ranks.objects(found):
@@ -102,12 +116,21 @@ class ReplayBuffer:
         self.policy.log_metric("replay/left_prompts", num_dropped)
         if num_dropped:
             self._file_is_current = False  # appending cannot remove lines, so write the whole file again
-        if not self.policy.accelerator.is_main_process or (self._file_is_current and not entries):
+        if not self.policy.accelerator.is_main_process:
+            return
+        if not self.path.is_file():  # a new run in the same folder has moved it
+            self._file_is_current = False
+        if self._file_is_current and not entries:
             return
         if self._file_is_current:
             append_solutions(self.path, entries)
         else:
             self._write_file()
+
+    def forget(self) -> None:
+        """Drop all solutions. The next call of `remember` writes the file again."""
+        self.solutions.load_state_dict({"solutions": []})
+        self._file_is_current = False
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. If a resumed run cannot continue the file, its size is 0."""

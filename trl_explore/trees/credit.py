@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from trl_explore.trees.state import Tree
 
@@ -58,7 +59,8 @@ def tree_advantages(
             GRPO.
         normalization (`str`, *optional*, defaults to `"mean"`):
             `"mean"` subtracts the mean score. `"mean_std"` also divides by the standard deviation of the scores (of
-            the population) plus 1e-6.
+            the population) plus 1e-6. It does not divide in a tree without contrast (see [`is_uniform`]), or if the
+            standard deviation is less than 1e-6.
         skip_uniform (`bool`, *optional*, defaults to `False`):
             If True, all advantages are 0 in a tree without contrast (see [`is_uniform`]).
         max_completion_length (`int`, *optional*, defaults to `0`):
@@ -86,8 +88,10 @@ def tree_advantages(
     baseline, scale = 0.0, 1.0
     if scores:
         baseline = statistics.fmean(scores.values())
-        if normalization == "mean_std":
-            scale = statistics.pstdev(scores.values()) + 1e-6
+        deviation = statistics.pstdev(scores.values())
+        # Without contrast, a division by a deviation near 0 would give inner nodes advantages of a million.
+        if normalization == "mean_std" and deviation >= 1e-6 and not is_uniform(tree):
+            scale = deviation + 1e-6
     is_skipped = skip_uniform and is_uniform(tree)
     advantages = []
     for row in tree.rows:
@@ -117,15 +121,27 @@ def is_uniform(tree: Tree) -> bool:
     return len(kinds) < 2
 
 
-def first_appearance(tree: Tree) -> list[list[int]]:
-    """Return loss masks `[G][T_i]` that train every node once: 1 on the tokens of nodes that no earlier trajectory
-    contains."""
+def first_appearance(tree: Tree, trained: Sequence[bool] | None = None) -> list[list[int]]:
+    """
+    Return loss masks `[G][T_i]` that train every node once: 1 on the tokens of nodes that no earlier trained
+    trajectory contains.
+
+    Args:
+        tree ([`Tree`]):
+            A finished tree.
+        trained (`Sequence[bool]`, *optional*):
+            False for trajectories that TRL masks as a whole, `[G]`, in the order of `Tree.rows`. None: TRL masks none.
+    """
+    if trained is None:
+        trained = [True] * len(tree.rows)
     seen: set[int] = set()
     masks = []
-    for row in tree.rows:
+    for row, is_trained in zip(tree.rows, trained, strict=True):
+        path = tree.path(row)
         mask: list[int] = []
-        for index in tree.path(row):
+        for index in path:
             mask += [int(index not in seen)] * len(tree.nodes[index].token_ids)
-            seen.add(index)
+        if is_trained:
+            seen.update(path)
         masks.append(mask)
     return masks

@@ -10,6 +10,7 @@ import torch
 
 from trl_explore.explorers.explorer import Explored, Explorer, PlainSampling, PromptGroup
 from trl_explore.rows.rollouts import Continuation
+from trl_explore.rows.truncation import is_trained
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.buffer import ReplayBuffer
@@ -75,6 +76,9 @@ class TreeExplorer(Explorer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.replay.load_state(state)
         self.dump.cut_back(state["trees_bytes"])
+
+    def forget_data(self) -> None:
+        self.replay.forget()
 
     def _search(self, *, skip: list[bool]) -> list[Tree]:
         """Grow a tree for each prompt. A prompt with usable solutions in the replay buffer gets direct rollouts."""
@@ -163,10 +167,13 @@ class TreeExplorer(Explorer):
             overlong_penalty_weight=args.overlong_penalty,
             **self._value_scale,
         )
+        loss_mask = None
+        if args.share_prefix_once:
+            loss_mask = first_appearance(tree, [is_trained(self.policy, ids) for ids in completion_ids])
         return Explored(
             completion_ids=completion_ids,
             logprobs=logprobs,
-            loss_mask=first_appearance(tree) if args.share_prefix_once else None,
+            loss_mask=loss_mask,
             rewards=rewards,
             logged=logged,
             advantages=advantages,

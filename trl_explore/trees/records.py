@@ -75,6 +75,7 @@ def tree_record(
                 "finished": node.finished,
                 "direct": node.direct,
                 "outcome": node.outcome,
+                "worth": node.worth,
                 "reward": _sum(weighted),
                 "rewards": rewards or None,
                 "iteration": node.iteration,

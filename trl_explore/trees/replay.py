@@ -70,6 +70,14 @@ class SolutionCache:
             return False
         return self._solutions.pop(tuple(prompt_ids), None) is not None
 
+    def drop(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> None:
+        """Drop a completion of a prompt. Do nothing if the cache does not hold it."""
+        kept = [ids for ids in self.get(prompt_ids) if ids != list(completion_ids)]
+        if kept:
+            self._solutions[tuple(prompt_ids)] = kept
+        else:
+            self._solutions.pop(tuple(prompt_ids), None)
+
     def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
         """Return a copy of the completions of a prompt, oldest first."""
         return [list(completion) for completion in self._solutions.get(tuple(prompt_ids), [])]

@@ -41,7 +41,7 @@ def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list
     scaled = []
     for reward, outcome in zip(rewards, outcomes, strict=True):
         value = 2 * (reward - lowest) / (highest - lowest) - 1
-        if outcome < 0:
+        if outcome <= 0:  # a failure
             value = max(value, outcome)
         scaled.append(value)
     return scaled
