@@ -521,7 +521,8 @@ def test_a_vllm_server_is_told_how_long_completions_may_be(tmp_path):
 def test_branches_and_main_rows_have_one_limit_of_tokens(tmp_path, method, limit):
     trainer_class, config_class, options = tiny_methods()[method]
     words = f"`generation_kwargs={{'max_new_tokens': {limit}}}` and `max_completion_length=8` are two limits of a "
-    words += f"completion, and {trainer_class.__name__} samples further rows up to the second: leave the first out."
+    words += f"completion, and {trainer_class.__name__} samples further rows with `max_completion_length`: "
+    words += "leave `max_new_tokens` out."
     with pytest.raises(ValueError, match=re.escape(words)):
         make_trainer(trainer_class, config_class, tmp_path, **options, generation_kwargs={"max_new_tokens": limit})
 

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from world import always, assert_same, differ, make_trainer, never, one_batch, p
 
 from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
+from trl_explore.explorers.branching import Branching
 from trl_explore.explorers.explorer import Explorer
 from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.forks.trajectories import Fork, Trajectory
@@ -139,6 +141,13 @@ def test_credit_on_another_process_keeps_the_part_of_a_group_here(tmp_path):
     trainer.scorer.rewards_per_func = torch.zeros(12, 1)
     rounds.credited = torch.zeros(6, dtype=torch.bool)
     assert rounds.contrast().tolist() == [False] * 4 + [True] * 2
+
+
+def test_rounding_and_masked_rows_are_no_credit():
+    found = SimpleNamespace(branches=Branches(rows=None, main_advantages={0: 1.2e-3, 1: [0.0, -0.5], 2: 1.0}))
+    trained = torch.tensor([True, True, False, True])
+    credited = Branching.credited(SimpleNamespace(results=[found]), trained)
+    assert credited.tolist() == [False, True, False, False]
 
 
 def test_a_subclass_sees_the_explorers_credit_and_may_change_it(tmp_path):

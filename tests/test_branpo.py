@@ -1058,6 +1058,19 @@ def test_an_environment_that_lost_its_service_stops_the_run(tmp_path, voice, mon
         agent(tmp_path, factory=Served).train()
 
 
+def test_a_reward_that_fails_in_a_state_of_the_model_does_not_stop_the_run(tmp_path, voice):
+    class PerMove(Lake):
+        def get_reward(self):
+            return 1.0 / self.episode.steps
+
+    voice(stops=1)  # the model makes no move
+    trainer = agent(tmp_path, factory=PerMove, max_steps=2)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.state.log_history[0]["agent/environment_errors"] >= 8
+
+
 def test_a_judge_that_dies_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
     options = dict(factory=Served, max_steps=4, save_strategy="steps", save_steps=100)
     voice()

@@ -37,6 +37,11 @@ def seldom(environments, **columns):
     return [float(environment.episode.steps == 2) for environment in environments]
 
 
+def hardly_ever(environments, **columns):
+    """1 for games of exactly four moves. BranPO finds two moves in a branch of nearly every group."""
+    return [float(environment.episode.steps == 4) for environment in environments]
+
+
 @pytest.fixture(autouse=True)
 def sound_lake(monkeypatch):
     monkeypatch.setattr(Lake, "breaks", "")
@@ -83,7 +88,7 @@ def test_tokens_of_tools_are_no_sampled_tokens(tmp_path, monkeypatch):
 
 PAIRS = {
     "gigpo": (GiGPOTrainer, GiGPOConfig, {}),
-    "branpo": (BranPOTrainer, BranPOConfig, dict(num_branches=2)),
+    "branpo": (BranPOTrainer, BranPOConfig, dict(num_branches=2, reward_funcs=[hardly_ever])),
     "agent_tree_grpo": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(num_expansions=2)),
     "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2)),
     "auto": (AutoExploreTrainer, AutoExploreConfig, dict(explore_min_share=1.0)),

@@ -157,10 +157,44 @@ def test_what_counts_as_right(completion, gold, reward):
         ("2", "#### 2", "#### **2x+1**."),
         ("1", "#### 1", "#### 1+√2"),
         ("9^{9^9}", "#### 9^{9^9}", r"\boxed{9}"),
+        ("5i", r"\boxed{5i}", r"\boxed{5}"),
+        ("2xy + 1", r"\boxed{1+2yx}", r"\boxed{1}"),
+        ("1 or 2", r"\boxed{2,1}", r"\boxed{2}"),
+        ("2 pi cm", r"\boxed{2\pi}", r"\boxed{2}"),
+        ("(1,250)", r"\boxed{(1,250)}", r"\boxed{1250}"),
+        ("f'(x) = 2x", r"\boxed{2x}", r"\boxed{2}"),
+        ("42x", r"\boxed{x \cdot 42}", r"\boxed{43}"),
     ],
 )
 def test_a_formula_without_a_box_is_not_one_of_its_numbers(gold, right, wrong):
     assert accuracy_reward([right, wrong], answer=[gold, gold]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        *[(text, "1250") for text in ("x = 1,250", "1,000 + 250 = 1,250", "5 * 250 = 1,250", "T = 1,250 km")],
+        *[(text, "1250") for text in ("1,250 N", "1,250 GB")],
+        *[
+            (text, "42")
+            for text in ("42 GB", "Rs 42", "It's 42", "42 a day", "42 N", "6 * 7 is 42", "42x", "42!", "x: 42")
+        ],
+        *[
+            (text, "42")
+            for text in ("12 + 30 = 42", "6*7=42", r"6 \times 7 = 42", "f(2) = 42", r"42 \pmod{50}", "42 m / s")
+        ],
+        *[
+            (text, "5")
+            for text in ("5L", "5km/h", "5mL", "5 Hz", "5 ft-lb", "5 (cm)", "5 (m)", "5k", "5m^2", "5 p.m.", "5~m")
+        ],
+        (r"5.5\%", "5.5"),
+        ("2.5L", "2.5"),
+        ("5/6 of the cake", "5/6"),
+    ],
+)
+def test_a_number_with_a_unit_or_after_an_equals_sign_is_the_answer(text, number):
+    assert answers_match(f"#### {text}", number) is True
+    assert answers_match(rf"\boxed{{{number}}}", text) is True
 
 
 def test_signs_words_and_units_around_a_number_do_not_change_it():

@@ -908,7 +908,7 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
         nonlocal ended
         ended = True
         if trainer.__dict__.get(name) is not watched:
-            return  # a later watch calls `watched`
+            return  # a later watch has replaced `watched`, and still calls it
         if was_replaced:
             setattr(trainer, name, own)
         else:

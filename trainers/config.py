@@ -281,8 +281,8 @@ class ExplorationConfig(GRPOConfig):
             branch needs the state of an earlier turn. `"snapshot"` calls the environment's own `snapshot()` and
             `restore(state)`. `"copy"` calls `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the
             earlier turns, and the tools must answer them as before. `"auto"` uses the first of these three that is
-            possible. It changes to `"replay"` if copies turn out not to be separate. Without branches of an agent, it
-            has no effect.
+            possible. It changes to `"replay"` if a copy shares state with the original. Without branches of an agent,
+            this field has no effect.
         success_threshold (`float`, *optional*):
             Smallest reward that counts as a success. `explore_prompts`, `explore_threshold` and `budget` take None as
             1. With `advantage="passk"`, None allows only rewards of 0 and 1. Most methods set their own default.
@@ -549,8 +549,8 @@ def check_config_class(args: GRPOConfig, config_class: type["ExplorationConfig"]
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     """
-    Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. A field of `GRPOConfig`
-    that has GRPO's default gets the method's, if that is another one. `__post_init__` does not run again, because the
+    Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. If a field of
+    `GRPOConfig` has GRPO's default, it gets the default of the method. `__post_init__` does not run again, because the
     values that it derives (batch sizes, devices) are already set.
     """
     if isinstance(args, config_class):

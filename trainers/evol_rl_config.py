@@ -66,18 +66,18 @@ class EvolRLConfig(ExplorationConfig):
         super().validate()
         run_checks(self, CHECKS)
         if self.correctness == "majority":
-            self._check_no_reward_is_asked()
+            self._refuse_fields_that_need_rewards()
         if any(part.name in ("maxrl", "passk", "reinforce") for part in advantage_parts(self)):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, but EVOL-RL's can be negative")
 
-    def _check_no_reward_is_asked(self) -> None:
-        """Raise a ValueError if a field reads the results of the reward functions."""
-        asked = {
+    def _refuse_fields_that_need_rewards(self) -> None:
+        """Raise a ValueError if a field chooses prompts by the reward functions."""
+        questions = {
             "explore": "which prompts are unsolved",
             "dynamic_sampling": "which groups have contrast",
             "explore_threshold": "which prompts are solved",
         }
-        for field, question in asked.items():
+        for field, question in questions.items():
             value = getattr(self, field)
             if value not in (None, "off"):
                 raise ValueError(

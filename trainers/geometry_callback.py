@@ -73,7 +73,7 @@ class GeometryCallback(TrainerCallback):
         """Log the geometry metrics of the rows that TRL has scored on this process, and return them by name."""
         size = self.trainer.num_generations
         if isinstance(self.trainer, ExplorationTrainer):
-            size = self.trainer.args.trained_generations or size  # the other rows were left out
+            size = self.trainer.args.trained_generations or size  # `output` has no other rows
         prompt_mask, completion_mask = output["prompt_mask"] != 0, output["completion_mask"] != 0
         loss_mask = output["completion_mask"] * output.get("tool_mask", 1)
         prompts, completions, masks = [], [], []

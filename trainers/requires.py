@@ -151,7 +151,7 @@ def _check_one_limit(name: str, args: ExplorationConfig) -> None:
             name = f"`explore={args.explore!r}`"
         raise ValueError(
             f"`generation_kwargs={{{option!r}: {limit}}}` and `max_completion_length={most}` are two limits of a "
-            f"completion, and {name} samples further rows up to the second: leave the first out."
+            f"completion, and {name} samples further rows with `max_completion_length`: leave `{option}` out."
         )
 
 

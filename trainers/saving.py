@@ -59,7 +59,7 @@ class Saving:
         self._epoch = self._epoch_start = 0
         self.epoch_ended = False  # True after `on_epoch_end` has run in this epoch
         self._owes_epoch_end = False  # True if a resumed run must still call `on_epoch_end`
-        # Batches of an unfinished optimizer step, while a checkpoint of the step before is written. Otherwise None.
+        # Number of batches of an unfinished optimizer step. Only set while a checkpoint of the step before is written.
         self._num_lost: int | None = None
         # Files of earlier runs in `output_dir`. None as soon as a run of this trainer has begun.
         self._earlier_files: list[Path] | None = []
@@ -395,8 +395,8 @@ class Saving:
 
 
 class _Moments(TrainerCallback):
-    """Keeps the choice of prompts before each optimizer step. Records that `on_epoch_end` has run, so that a resumed
-    run does not call it again."""
+    """Keeps the state of the choice of prompts before each optimizer step. Records that `on_epoch_end` has run, so
+    that a resumed run does not call it again."""
 
     def __init__(self, saving: Saving) -> None:
         self.saving = saving

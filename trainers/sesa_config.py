@@ -120,9 +120,9 @@ class SESAConfig(ExplorationConfig):
         off_policy_correction (`bool`, *optional*, defaults to `False`):
             Multiply tokens by a likelihood ratio. It is the likelihood under the plain prompt, divided by the
             likelihood at sampling. It differs from 1 for tokens that were sampled with a sketch, after earlier
-            candidates, or in reply to a request for another action. Of a candidate in a list, it weights
-            the longest part whose tokens are those that were sampled: after `2.`, a list has the token ` Rome`, but
-            the row begins with `Rome`. Ratios are cut at `off_policy_cap`. The paper has no correction.
+            candidates, or in reply to a request for another action. A row can have other tokens than its list: after
+            `2.`, the list has the token ` Rome`, but the row begins with `Rome`. So only the longest part with the
+            same tokens is weighted. Ratios are cut at `off_policy_cap`. The paper has no correction.
         off_policy_cap (`float`, *optional*, defaults to `2.0`):
             Largest ratio of `off_policy_correction`, above 0. A higher cap gives less bias and more variance.
         off_policy_scope (`str`, *optional*, defaults to `"all"`):

@@ -143,7 +143,7 @@ class Step:
         trainer.search(output)
         output["advantages"] = trainer.assign_advantages(output)
         if trainer.rounds is not None and trainer.branching is not None:
-            trainer.rounds.credited = trainer.branching.credited(len(inputs))
+            trainer.rounds.credited = trainer.branching.credited(output["completion_mask"].any(dim=1))
         examples = [own_copy(row) for row in trainer.main_examples]
         streams = trainer.extra_streams(output, examples, trainer.scorer.totals())
         if trainer.exploration is not None:

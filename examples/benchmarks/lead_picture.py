@@ -1,4 +1,4 @@
-"""Draw the picture of `README.md`: the leads of `auto` and of the best rival over tuned GRPO on six problems.
+"""Draw the picture of `README.md`: the leads of `auto` and of the best rival over tuned GRPO on eight problems.
 
     python examples/benchmarks/lead_picture.py
 
@@ -18,6 +18,8 @@ WORDS = {
     "solution_families": "solution_families:\na number in one of the\ntwo dialects of a prompt",
     "coverage": "coverage:\none prompt, find all of its\ntwenty right answers",
     "many_solutions": "many_solutions:\nCountdown: many solutions,\ngroups have contrast",
+    "late_falls": "late_falls:\nan agent that fails late,\nfive to eight turns",
+    "tail_errors": "tail_errors:\nan agent whose last turn\nfails, three to five turns",
 }
 
 
@@ -27,7 +29,7 @@ def draw() -> None:
     for name, words in WORDS.items():
         regime = Regime.load(folder() / f"{name}.yaml")
         rows[words] = leads_with_auto(regime)
-    draw_leads(rows, LABELS, PICTURE, size=(6.2, 6.0))
+    draw_leads(rows, LABELS, PICTURE, size=(6.2, 7.4))
 
 
 if __name__ == "__main__":

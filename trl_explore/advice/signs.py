@@ -368,10 +368,10 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
             Names of the reward functions; their sum is a completion's reward.
 
     Returns:
-        `tuple[Pair, Pair]` or `None`: None if there are fewer than two tables, if a column is missing, or if the
-        tables of one end have no reward. None too if the rewards do not show which completions are wrong. That is the
-        case if a reward lies between 0 and 1, if there are several different rewards of at most 0, or several
-        different rewards of at least 1.
+        `tuple[Pair, Pair]` or `None`: None if there are fewer than two tables, if a column is missing, or if no
+        completion at one of the ends has a reward. None too if the rewards do not show which completions are wrong.
+        That is the case if a reward lies between 0 and 1, if there are several different rewards of at most 0, or
+        several different rewards of at least 1.
     """
     import pandas
 

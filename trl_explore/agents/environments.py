@@ -71,11 +71,11 @@ def note_error(environment: Any, error: BaseException, method: str) -> None:
 
 
 def model_may_have_failed(environment: Any) -> bool:
-    """Return whether a wrong tool call may have caused the exception of a [`guarded`] environment. The model does not
-    call `reset` and `get_reward`."""
+    """Return whether the model may have caused the exception of a [`guarded`] environment: by a wrong tool call, or by
+    a state in which `get_reward` fails, for example without any move. The model has no influence on `reset`."""
     error = environment_error(environment)
     method = getattr(environment, FAILED_METHOD, "")
-    return error is not None and method not in FALLBACKS and may_be_mistake(error)
+    return error is not None and method != "reset" and may_be_mistake(error)
 
 
 # Replace the methods of the class itself. With a subclass, an environment would not have the user's type, which TRL

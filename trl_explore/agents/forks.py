@@ -194,11 +194,11 @@ class AgentForks(Forks):
     # ------------------------------------------------------------------------------------------------------ branches
 
     def begin_search(self, examples: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
-        """Begin to count errors. The trajectories, with their messages and states, were stored by `end`."""
+        """Begin to count errors. `end` has already stored the trajectories, with their messages and states."""
         self._num_errors = 0
 
     def end_search(self) -> None:
-        """Count the branches whose environment raised in the metric `agent/environment_errors`."""
+        """Add the branches whose environment raised to the metric `agent/environment_errors`."""
         if self.tool_loop.environments:
             self.turns.add_errors(self.policy.ranks.summed({"errors": self._num_errors})["errors"])
 
@@ -214,7 +214,8 @@ class AgentForks(Forks):
         branches = super().sample_branches(forks)
         for branch in branches:
             branch.complete = self._is_complete(branch)
-            self._num_errors += environment_error(branch.environment) is not None
+            if environment_error(branch.environment) is not None:
+                self._num_errors += 1
         return branches
 
     def rows(self, branches: Sequence[Branch], *, group_size: int, trains_prefixes: bool) -> Rows:
@@ -245,7 +246,8 @@ class AgentForks(Forks):
             # Like a main row, a branch gets a reward of 0 from each function if its environment raised.
             if environment_error(branch.environment) is not None:
                 values = [0.0] * len(values)
-                self._num_errors += not failed_before  # `get_reward` raised
+                if not failed_before:  # `get_reward` raised
+                    self._num_errors += 1
             branch.rewards, branch.extra = values, extra
 
     def _example_of(self, branch: Branch) -> dict[str, Any]:
@@ -394,7 +396,7 @@ class AgentForks(Forks):
 
 
 def _stop_if_long(streak: Streak, what: str, error: BaseException | None, save: Callable[[], str]) -> None:
-    """Save a checkpoint and raise if a streak is long. `error` is its last error on this process."""
+    """If a streak is long, save a checkpoint and raise. `error` is the streak's last error on this process."""
     if streak.is_long:
         raise RuntimeError(f"{streak.describe(what)}, the last one {_describe(error)}. {save()}") from error
 

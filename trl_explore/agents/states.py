@@ -38,8 +38,7 @@ class KeptStates:
         self.policy, self.tool_loop, self.wanted, self.num_turns = policy, tool_loop, wanted, num_turns
         self.of_rows: list[dict[int, Any]] = []  # kept states of each row, by turn, `[B]`
         self.examples: list[dict[str, Any]] = []  # rows of the data set, `[B]`
-        # Environment name of each main row, `[B]`. A copy, because TRL's loop has the names of branches while it works
-        # on branches.
+        # Environment name of each main row, `[B]`. While branches are sampled, `tool_loop.names` has their names.
         self.names: list[Any] = []
         # For each environment and each kept copy, by id: the object, and the row that its `reset` got. An environment
         # may change lists in that row, so the row is copied together with the environment.

@@ -133,7 +133,7 @@ class Turns:
         self.turn: Turn | None = None
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
         self._any_failed = False  # True if any row of any process failed before the reward functions were asked
-        # Logged numbers of failed environments, `agent/environment_errors`. The last one is of the newest batch.
+        # TRL's list of the metric `agent/environment_errors`. Its last number belongs to the newest batch.
         self._logged_errors: list[float] = []
         self._loop: LoopLists | None = None  # None until TRL's loop starts, after the first turn
         self._prompts: list = []  # prompts of the batch; empty outside of [`following`]

@@ -50,8 +50,8 @@ class Estimates:
         self.num_unsolved = self.num_compared = self.num_preferred = 0
 
     def add(self, source: str, *, contrast: float, tokens: float, same_batch: bool = False) -> None:
-        """Add the rows of a generation batch to a source: the number of groups with contrast, and of tokens. With
-        `same_batch=True`, earlier rows of the same batch were added before, so nothing is discounted."""
+        """Add rows of a generation batch to a source: the number of groups with contrast, and of tokens. With
+        `same_batch=True`, other rows of this batch were added before, so the sums are not discounted again."""
         sums = self.sums[source]
         discount = 1.0 if same_batch else self.discount
         sums.contrast = discount * sums.contrast + contrast

@@ -146,8 +146,8 @@ class AutoExplorer(BranchExplorer):
 
     def _add_plain(self, groups: Sequence[ScoredGroup], has_contrast: torch.Tensor, is_success: torch.Tensor) -> None:
         """
-        Add GRPO's rows to the estimate of fresh prompts. Fillers do not count: a process that needs no more prompts
-        samples those again that had contrast.
+        Add GRPO's rows to the estimate of fresh prompts. Fillers do not count: they repeat earlier prompts of the
+        batch, often prompts with contrast, so they would raise the estimate.
 
         Args:
             groups (`Sequence[ScoredGroup]`):
@@ -251,8 +251,9 @@ class AutoExplorer(BranchExplorer):
             self.policy.log_metric(f"explore/share/{name}", share)
 
     def _contrasts(self, result: SearchResult) -> float:
-        """Return the number of trained rows of this process that the explorer gave an advantage other than 0, divided
-        by `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other than 0."""
+        """Return the number of trained rows of this process to which the explorer gave an advantage other than 0,
+        divided by `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other than
+        0."""
         assert result.scored is not None
         signal = _trained_signal(result.scored.rows)[result.scored.real]
         size = result.branches.rows.group_size
@@ -265,7 +266,8 @@ class AutoExplorer(BranchExplorer):
                     trained_rows.add(trajectory.main_row)
         num_changed = 0
         for row, value in result.branches.main_advantages.items():
-            num_changed += row in trained_rows and bool(torch.tensor(value).any())
+            if row in trained_rows and torch.tensor(value).any():
+                num_changed += 1
         return (int(signal.sum()) + num_changed) / self.args.num_generations
 
     def _solved(self, result: SearchResult) -> int:

@@ -245,10 +245,10 @@ def _fingerprint(args: argparse.Namespace, source: ModelSource) -> str:
     if adapter is not None and Path(adapter).is_dir():
         parts += folder_probes(Path(adapter))
     elif adapter is not None and args.vllm_server_base_url is not None:
-        parts.append(adapter.encode())  # the name that the server lists, which need not exist on the Hub
+        parts.append(adapter.encode())  # the name that the server lists; it may not exist on the Hub
     elif adapter is not None:
         try:
-            path = cached_file(adapter, ADAPTER_CONFIG)  # is downloaded if it is not in the cache
+            path = cached_file(adapter, ADAPTER_CONFIG)  # downloads the file if it is not in the cache
         except OSError as error:
             raise UsageError(f"adapter_name_or_path={adapter!r} cannot be loaded: {error}") from error
         parts.append(f"{adapter} {path}".encode())

@@ -76,9 +76,9 @@ def successes_at_start(runs: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[
     """
     Return the successes per problem before training, by seed.
 
-    All arms of a seed start from the same model, so only the arm that was first in the list when its run began has
-    `end_correct` at its first point. Seeds without such a run are left out. This happens if the user moves an arm to
-    another place in the list after the runs of other arms have begun.
+    All arms of a seed start from the same model, so only one arm is measured before training: the arm that was first
+    in the list when its run began. Its first point has `end_correct`. Seeds without such a run are left out. This
+    happens if the user changes the order of the arms after runs of other arms have begun.
     """
     starts: dict[int, Sequence[int]] = {}
     for run in runs:

@@ -11,7 +11,7 @@ from trl_explore.saving.fingerprints import model_fingerprint, rows_fingerprint
 
 def input_fingerprints(comparison: Comparison) -> dict[str, str]:
     """Return the fingerprints of the training rows, the held-out rows and the model that the runs begin with, by name.
-    Streamed data have none, and neither has the tiny model of a task, which the comparison builds itself."""
+    Streamed data have no fingerprint. The tiny model of a task has none either, because the comparison builds it."""
     arguments = run_arguments(comparison, comparison.arms[0], seed=comparison.seeds[0], folder="out")
     script, _, model, mixture = arguments
     task = comparison.task

@@ -174,7 +174,7 @@ def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
         f"Began at other values than {base}: {named}. So something differed before the training, and the difference "
         "to the first arm is not due to the training alone. Possible reasons: an option of the arm also changes the "
         "evaluation, such as `temperature` or `max_completion_length`; the arms ran on different machines, which "
-        "round differently; or the sampling does not repeat its results, such as vLLM. For a comparison from the same "
+        "round differently; or the same seed gives other samples, as with vLLM. For a comparison from the same "
         "start, train all arms on one machine with the same sampling options."
     ]
 

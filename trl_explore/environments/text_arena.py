@@ -80,10 +80,10 @@ class TextArenaSpec:
             Seed of the random generator that chooses the seeds of the evaluation rows. `None` uses `seed` plus
             a million.
         max_turns (`int`, *optional*):
-            Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game's constructor has an
-            argument for a limit, such as `max_turns` or Wordle's `num_guesses`, and `config` does not contain it, the
-            game gets this number too. `None` uses the game's own limit, or 50 if its constructor has no argument for
-            a limit.
+            Maximum number of tool calls in a game, at least 1. Invalid moves count. The game's constructor may have an
+            argument for its own limit, such as `max_turns` or Wordle's `num_guesses`. If `config` does not contain
+            this argument, it is set to the same number of turns. `None` uses the game's own limit, or 50 if its
+            constructor has no argument for a limit.
         system_prompt (`str`, *optional*):
             System message of each prompt.
         rules (`str`, *optional*):
@@ -246,8 +246,9 @@ def _check_number(field: str, value: object, lowest: int) -> None:
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a game, and its maximum number of turns. The arguments contain a limit for `max_turns`
-    if the game has one. Raise a ValueError if `max_turns` is lower than a limit that must stay as it is."""
+    """Return the arguments of a game, and its maximum number of turns. If the game has an argument for its limit, the
+    arguments set it to fit `max_turns`. Raise a ValueError if `max_turns` is lower than a limit that must stay as it
+    is."""
     given = {**arguments_of(env_id), **config}
     arguments = dict(config)
     if max_turns is None:

@@ -15,6 +15,8 @@ from trl_explore.rows.scorer import Scorer, Streams
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.selection.choice import PromptChoice
 
+RESIDUE = 2e-3  # rounding leaves advantages up to about half of this in a group of equal rewards
+
 
 class Branching:
     """
@@ -37,7 +39,7 @@ class Branching:
         self.results: list[SearchResult] = []  # results of the current round, one for each explorer
         self._num_rounds = 0  # rounds of sampling in the current generation batch
         self._explorers: dict[str, BranchExplorer] = {}  # explorers of all its rounds, by the names of their streams
-        self._num_fillers = 0  # number of filler groups at the end of this process's groups in the current round
+        self._num_fillers = 0  # number of this process's fillers in the current round, which are its last groups
 
     def begin_batch(self) -> None:
         """Begin a generation batch. Called before its first round of sampling."""
@@ -183,14 +185,14 @@ class Branching:
         _fill(advantages, changed)
         return advantages
 
-    def credited(self, num_rows: int) -> torch.Tensor:
-        """Return the mask `(B,)` of this process's `num_rows` main rows to which an explorer gave an advantage other
-        than 0."""
-        mask = [False] * num_rows
+    def credited(self, trained: torch.Tensor) -> torch.Tensor:
+        """Return the mask `(B,)` of this process's main rows to which an explorer gave an advantage other than 0.
+        `trained`, `(B,)`, is False for rows that TRL masks, which do not count."""
+        mask = torch.zeros_like(trained)
         for result in self.results:
             for row, value in result.branches.main_advantages.items():
-                mask[row] = bool(torch.tensor(value).any())
-        return torch.tensor(mask, device=self.policy.ranks.device)
+                mask[row] = bool((torch.tensor(value).abs() > RESIDUE).any())
+        return mask & trained
 
     def streams(self) -> Streams:
         """Return the streams of the branches with their weights. Empty if there are no branches."""

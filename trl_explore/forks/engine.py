@@ -69,7 +69,7 @@ class Forks:
             )
 
     def end_search(self) -> None:
-        """Called after the branches of a generation batch are sampled and scored. Every process calls it."""
+        """Called after the branches of a round of sampling are sampled and scored. Every process calls it."""
 
     def has_failed(self, row: int) -> bool:
         """Return whether the environment of a main row raised an exception. Completions of a single turn have no

@@ -24,18 +24,27 @@ NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,
 FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
 # A word of at least three letters that is not a LaTeX command means prose or a unit, not a formula.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-# What the formula of an answer without a mark can contain that LaTeX does not: `3*sqrt(2)`, `2 ln 3`, `x**2`, `1 234`.
+# Notation that is not LaTeX, in formulas of answers without a mark: `3*sqrt(2)`, `2 ln 3`, `x**2`, `1 234`, `1,234`.
 ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 FUNCTION = re.compile(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])")
-THOUSANDS_SPACE = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
-# Units at the end of an answer: `\text{ inches}`, `square units`, `km/h`, `cm^2`.
-UNIT = r"(?:[kcm]?m|[km]?g|m?[lL]|in|mi|yd|ft|oz|h|s|kWh|k?W|V|J|K|C|F)(?:\^\{?\d\}?)?"
+THOUSANDS = re.compile(r"(?<=\d)[ ,](?=\d{3}(?!\d))(?![^(\[{]*[)\]}])")  # not in brackets: (1,234) is a pair
+SPACE = r"(?:\s|~|\\[ ,;:!])"
+# The end of an answer that does not belong to its formula: `\text{ inches}`, `square units`, `\pmod{11}`.
 UNITS = re.compile(
-    r"(?<=[\w)}])(?:\s|~|\\[ ,;])*\\(?:text|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$"
-    r"|(?<=[\w)}])(?:\s+[A-Za-z]{3,}){1,3}$"
-    rf"|(?<=\d)\s+{UNIT}(?:/{UNIT})?$"
+    rf"(?<=[\w)}}])(?:{SPACE}*\\(?:text|mbox|pmod)\s*{{[^{{}}]*}}(?:\^{{?\d}}?)?"
+    r"|(?:\s[A-Za-z]{2,})+)$"
 )
-OPERATOR = re.compile(r"[-+*/^=<>\\√×÷±]")
+# A formula is LaTeX without words, other than `or` and `and` in lists, and products such as `xy`.
+FORMULA = re.compile(
+    r"(?:\\[A-Za-z]+|\\[,;:!%{}|\\ ]|(?<![A-Za-z])(?:[A-Za-z]'*|[abcxyz]+|or|and)(?![A-Za-z])"
+    r"|[\d\s+*/^=<>()\[\]{}|.,:;!%_~√×÷±π−-])*"
+)
+# A formula that can be meant as a number, with a unit or after an equals sign: `42x`, `42 m^2`, `42!`, `6 * 7 = 42`.
+MAYBE_NUMBER = re.compile(
+    r"(?:[A-Za-z](?:\(\w\))?\s*[=:]|(?:(?:\\[A-Za-z]+|[^A-Za-z=])*=)*)\s*"
+    rf"{NUMBER.pattern}(?:/\d+)?"
+    rf"(?:{SPACE}*(?:!|\\?%|(?![ei])[A-Za-z])|(?:{SPACE}+[(\[]?[A-Za-z]|[gmL])(?:[\w.^{{}})\]]| ?/ ?)*)?"
+)
 # A choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`; and a choice in prose.
 STYLE = r"(?:\\(?:text|mathrm)(?:bf)?\s*\{|\\mathbf\s*\{)?"
 MARKED_CHOICE = re.compile(rf"[(\s]*{STYLE}[(\s]*([A-Za-z])\s*(?:[.:)}}].*)?", re.DOTALL)
@@ -46,6 +55,7 @@ EXPLOSIVE = re.compile(
     r"|(\d{5,}|[({][\d\s^*{}!]*[\d!}][)}])\s*!"
     r"|binom\{[^{}]*(\d{5}|\^)"
 )
+# Characters next to a match of `EXPLOSIVE` that belong to the same formula.
 FORMULA_CHARACTERS = "0123456789 \t+-*/^(){}!"
 # The exclamation mark of a sentence such as `The answer is 12345!`.
 EXCLAMATION = re.compile(r"(?<=\d{5})!(?=[*\s]*(?:\Z|(?<=\s)[A-Z]))")
@@ -123,8 +133,8 @@ def extract_answer(text: str) -> str | None:
 
     These do not count: a `\boxed{` that is never closed (in a truncated completion), a box with more than 500
     characters, a `####` at the end of a line, and a Markdown heading. A heading is a line such as `#### Step 1` or
-    `#### 1. Add` that begins with `####` and a word of at least three letters. A line other than such `####` lines
-    must follow it: as the last line, `#### Paris` is an answer.
+    `#### 1. Add`: it begins with `####` and a word of at least three letters, maybe with a number before the word. It
+    counts as a heading only if a line without `####` follows. So `#### Paris` as the last line is an answer.
 
     Args:
         text (`str`):
@@ -225,16 +235,15 @@ def _timeout() -> int | None:
 
 def _bare_formula(answer: str) -> str:
     """Return the LaTeX of an answer without a box and dollar signs, without its units. Empty if it is prose."""
-    if len(answer) > MAX_ANSWER_LENGTH or "$" in answer or r"\boxed" in answer:
+    if len(answer) > MAX_ANSWER_LENGTH or r"\boxed" in answer:
         return ""
-    formula = answer.strip("*").rstrip("*.,; ")
-    if re.search(r"\d", formula):
-        formula = UNITS.sub("", formula)
-    formula = THOUSANDS_SPACE.sub("", formula)
-    formula = formula.replace("**", "^")
+    formula = answer.strip("*").rstrip("*.,; ").replace("**", "^")
     formula = ROOT.sub(r"\\sqrt{\1}", formula)
     formula = FUNCTION.sub(r"\\\1", formula)
-    if WORD.search(formula):
+    formula = THOUSANDS.sub("", formula)
+    if re.search(r"\d", formula):
+        formula = UNITS.sub("", formula)
+    if not FORMULA.fullmatch(formula):
         return ""
     return formula
 
@@ -249,20 +258,20 @@ def _expressions(answer: str, source: str) -> list:
         formula = _bare_formula(answer)
     if EXPLOSIVE.search(formula):
         return [answer]  # a text, which equals only itself
+    expressions = []
     if formula:
         expressions = parse(rf"\boxed{{{formula}}}", parsing_timeout=_timeout())
-        is_parsed = bool(expressions) and not isinstance(expressions[0], str)
-        # Text without operators, such as `42 ✓`, may still be a number with a sign that LaTeX does not have.
-        if is_parsed or OPERATOR.search(formula.lstrip("+-")):
+        # Both readings of `42x` are right.
+        if not MAYBE_NUMBER.fullmatch(formula):
             return expressions
-    expressions = parse(source, parsing_timeout=_timeout())
+    expressions += parse(source, parsing_timeout=_timeout())
     if not expressions and answer and not WORD.search(answer):
         expressions = parse(f"${answer}$", parsing_timeout=_timeout())
     return expressions
 
 
 def _without_explosive_formulas(text: str) -> str:
-    """Return a text with a number that equals no gold answer in place of each formula that sympy would not finish."""
+    """Return a text in which `STAND_IN` replaces each formula that sympy would never finish."""
     text = EXCLAMATION.sub("", text)
     pieces = []
     position = 0  # end of the last formula
@@ -286,7 +295,8 @@ def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool 
     Whole numbers must be equal, and other numbers equal up to `rel_tol`. math-verify compares everything else; for it,
     `42\%` equals `42` and `0.42`. It reads a gold answer without a mark, or the rest of a `####` line, as one formula:
     `2x+1` equals `1+2x` and not `2`. Units at the end do not count. If words surround a number, as in
-    `Tom has 42 apples`, the number is the answer.
+    `Tom has 42 apples`, or it is the last side of an equation such as `6*7 = 42`, the number is the answer. `42x`
+    equals `42` too, because a letter after a number can be a unit.
 
     A marked answer of more than 500 characters, or one that sympy would never finish (`9^{9^9}`), is right only if it
     repeats the text of the gold answer. In a text without a mark, a formula that sympy would never finish counts as a

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_PROBES = 256
-MOST_ROWS = 100_000  # of a larger data set, about so many evenly spaced rows enter its fingerprint
+MOST_ROWS = 100_000  # the fingerprint of a larger data set uses at most so many rows, evenly spaced
 ROWS_AT_ONCE = 1000
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a prompt
 
@@ -57,8 +57,8 @@ def saved_model_fingerprint(folder: Path) -> str:
 
 
 def model_fingerprint(model: str, *, revision: str | None) -> str | None:
-    """Return the fingerprint of a model's folder, or the commit of a model of the Hub that is in the local cache. None
-    if it is not there."""
+    """Return the fingerprint of a model's folder. For a model of the Hub, return its commit in the local cache, or
+    None if it is not in the cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

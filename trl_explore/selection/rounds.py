@@ -45,7 +45,7 @@ class Rounds:
         # Mask of the newest round's main rows that an explorer credited, `(B,)`; None without a branch explorer.
         self.credited: torch.Tensor | None = None
         self.num_fillers = 0  # prompts of this process in the newest round whose main rows are dropped
-        self._before_step = self._now()  # what changes during an optimizer step, as it was at the start of the step
+        self._before_step = self._now()  # the values of `state`, from before the current step
         self._warned = False
 
     @property
@@ -124,7 +124,7 @@ class Rounds:
             if rounds > 1:
                 output, keep = self._refilled(outputs, keep)
                 streams = self._joined(streams_of_rounds)
-        # The numbers of kept and sampled groups are counted in rows, because a group may span processes with "filter".
+        # Count rows instead of groups, because a group may span processes with "filter".
         own = {"kept": int(keep.sum()), "sampled": sampled, "missing": missing}
         total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
         self.counts["discarded_tokens"] += int(total["discarded"])

@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 
 from trl_explore.sketches.weights import Drawn
 
-# Number of earlier tokens with which a token is decoded. A character has at most four tokens.
+# Number of earlier tokens that are decoded together with a token. A character has at most four tokens.
 DECODED_BEFORE = 8
 
 
@@ -46,8 +46,8 @@ def sampled_part(candidate: Candidate, token_ids: list[int], ends: list[int], *,
 
     A row has the text of a candidate without its number or bullet, encoded anew. So some of its tokens may differ from
     those of the list: after `2.`, the list has the token ` Rome`, but the row begins with the token `Rome`. Such a
-    token was not sampled, so it has no likelihood at sampling. A token was sampled if the list has the same token with
-    the same end in the text.
+    token was not sampled, so it has no likelihood at sampling. A token was sampled if the list has the same token, and
+    both end at the same character of the text.
 
     Args:
         candidate ([`Candidate`]):

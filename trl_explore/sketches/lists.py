@@ -108,8 +108,8 @@ class Lists(Mode):
         self.columns = {"candidate": numbers}
 
     def _drawn(self, candidate: Candidate, row: list[int], thought_end: list[int]) -> list[Drawn]:
-        """Return the tokens of a row that the policy sampled in its list. It did not sample the end of the thought and
-        the end token. Without `off_policy_correction`, nobody needs these tokens, so return none."""
+        """Return the tokens of a row that the policy sampled in its list. The end of the thought and the end token
+        were not sampled. Without `off_policy_correction`, nobody needs the tokens, so return an empty list."""
         if not self.args.off_policy_correction:
             return []
         candidate_ids = row[len(thought_end) : -1]
@@ -212,15 +212,15 @@ class Lists(Mode):
                 earlier = {candidate.text for candidate in found[i]}
                 positions = answer_positions(text, opened=opened)
                 source = self._sampled_list(prefix, continuation.token_ids)
-                for start, candidate in split_candidates(answer, separator=args.candidate_separator):
-                    found[i].append(Candidate(candidate, positions[start], source))
+                for start, candidate_text in split_candidates(answer, separator=args.candidate_separator):
+                    found[i].append(Candidate(candidate_text, positions[start], source))
                 if earlier == {candidate.text for candidate in found[i]}:
                     open_lists.discard(i)  # the policy added no new candidate
                 num_tokens += len(continuation.token_ids)
         return found, num_tokens
 
     def _sampled_list(self, prefix: list[int], token_ids: list[int]) -> SampledList:
-        """Note what was sampled from which prefix. Only `off_policy_correction` needs the ends of the tokens."""
+        """Return a list with the tokens before it. Only `off_policy_correction` needs the ends of its tokens."""
         ends: list[int] = []
         if self.args.off_policy_correction:
             ends = token_ends(token_ids, self._text_and_thoughts)

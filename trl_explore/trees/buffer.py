@@ -152,8 +152,8 @@ class ReplayBuffer:
             self._write_file()
 
     def _file_has_solutions(self) -> bool:
-        """Return whether the file consists of whole lines, and a run that reads it gets the solutions in memory. This
-        can be False after a cut, if the run wrote the whole file again after the checkpoint."""
+        """Return whether the file has whole lines, and the same solutions as the memory. This can be False after a
+        cut, if the run had rewritten the file after the checkpoint."""
         if not self.path.read_bytes().endswith(b"\n"):
             return False
         try:
