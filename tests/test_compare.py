@@ -109,7 +109,7 @@ def test_arms_that_began_with_another_model_are_named():
     assert other_starts(moved, "GRPO", ["eval/reward"]) == {"deep | <b>": [1]}
     lines = markdown_table(moved, read_comparison(DOCUMENT)).splitlines()
     assert lines[7].startswith(f"- {sentence}: deep | <b> (seed 1). ")
-    for reason in ("an option of the arm also changes the evaluation", "different machines", "such as vLLM"):
+    for reason in ("an option of the arm also changes the evaluation", "different machines", "as with vLLM"):
         assert reason in lines[7]
 
 
