@@ -683,16 +683,9 @@ class Dice(Lake):
     dice = Random(0)
 
     def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
         return super().move(direction) + Dice.dice.choice("abcdefgh")
+
+    move.__doc__ = Lake.move.__doc__
 
 
 def test_an_agent_whose_answers_depend_on_chance_explores_from_copies(tmp_path, monkeypatch):

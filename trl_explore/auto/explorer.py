@@ -14,7 +14,7 @@ from trl_explore.credit.normalised import equal_groups
 from trl_explore.explorers.branch_explorer import BranchExplorer, ScoredGroup, SearchResult
 from trl_explore.forks.engine import Forks
 from trl_explore.rewards.success import succeeded
-from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.advantages import has_signal, is_credit
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
@@ -266,7 +266,7 @@ class AutoExplorer(BranchExplorer):
                     trained_rows.add(trajectory.main_row)
         num_changed = 0
         for row, value in result.branches.main_advantages.items():
-            if row in trained_rows and torch.tensor(value).any():
+            if row in trained_rows and is_credit(value):
                 num_changed += 1
         return (int(signal.sum()) + num_changed) / self.args.num_generations
 

@@ -9,13 +9,12 @@ import torch
 from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import BranchExplorer, ScoredGroup, SearchResult
 from trl_explore.rewards.success import failed
+from trl_explore.rows.advantages import is_credit
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.scorer import Scorer, Streams
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.selection.choice import PromptChoice
-
-RESIDUE = 2e-3  # rounding leaves advantages up to about half of this in a group of equal rewards
 
 
 class Branching:
@@ -191,7 +190,7 @@ class Branching:
         mask = torch.zeros_like(trained)
         for result in self.results:
             for row, value in result.branches.main_advantages.items():
-                mask[row] = bool((torch.tensor(value).abs() > RESIDUE).any())
+                mask[row] = is_credit(value)
         return mask & trained
 
     def streams(self) -> Streams:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from trl.trainer.utils import nanstd
 
+RESIDUE = 2e-3  # rounding leaves advantages up to about half of this in a group of equal rewards
+
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum `(N,)` of rewards `(N, F)`, as GRPO computes it. NaN for rows that no function
@@ -93,6 +95,12 @@ def contrasts(rewards: Sequence[float], *, scale: str = "group") -> list[float]:
     if max(known) - min(known) <= 1e-6 * max(map(abs, known)):
         return [0.0] * len(rewards)
     return relative_rewards(rewards, scale=scale)
+
+
+def is_credit(value: float | Sequence[float]) -> bool:
+    """Return whether an advantage, or one of the advantages of a row's tokens, is more than the rounding that
+    [`relative_rewards`] leaves in a group of equal rewards."""
+    return bool((torch.tensor(value).abs() > RESIDUE).any())
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:

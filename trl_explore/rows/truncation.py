@@ -1,4 +1,4 @@
-"""Which completions TRL trains with `mask_truncated_completions`."""
+"""Tell whether TRL trains a completion, or masks it because of `mask_truncated_completions`."""
 
 from collections.abc import Sequence
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_PROBES = 256
-MOST_ROWS = 100_000  # the fingerprint of a larger data set uses at most so many rows, evenly spaced
+MOST_ROWS = 100_000  # the fingerprint of a data set uses at most this number of rows, evenly spaced
 ROWS_AT_ONCE = 1000
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a prompt
 

@@ -44,10 +44,10 @@ def sampled_part(candidate: Candidate, token_ids: list[int], ends: list[int], *,
     """
     Return the longest part of a row that the policy sampled in a list.
 
-    A row has the text of a candidate without its number or bullet, encoded anew. So some of its tokens may differ from
-    those of the list: after `2.`, the list has the token ` Rome`, but the row begins with the token `Rome`. Such a
-    token was not sampled, so it has no likelihood at sampling. A token was sampled if the list has the same token, and
-    both end at the same character of the text.
+    A row has the text of a candidate without its number or bullet, and the tokenizer encodes this text again. So some
+    tokens of the row may not be in the list: after `2.`, the list has the token ` Rome`, but the row begins with the
+    token `Rome`. Such a token was not sampled, so it has no likelihood at sampling. A token was sampled if the list
+    has the same token, and both end at the same character of the text.
 
     Args:
         candidate ([`Candidate`]):

@@ -79,7 +79,7 @@ def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], boo
 
 
 def answer_positions(text: str, *, opened: bool = False) -> list[int]:
-    """Return the positions of the characters of a response that belong to its answer. The arguments are those of
+    """Return the positions of the characters of a response that belong to its answer. Its arguments are explained in
     [`split_thoughts`]."""
     opening = THINK if opened else ""
     whole = opening + text
