@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from world import (
+    TINY,
     assert_same,
     contains_answer,
     differ,
@@ -516,15 +517,54 @@ def test_a_vllm_server_is_told_how_long_completions_may_be(tmp_path):
         make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, max_completion_length=None, **server)
 
 
-@pytest.mark.parametrize("method", ["tree_rl", "attn_rl", "deep_grpo", "branpo", "agent_tree_grpo"])
+SOME = dict(explore_prompts="unsolved")  # GRPO samples every prompt, and the method samples the unsolved ones again
+WITH_OWN_LIMIT = {
+    **{name: (name, {}) for name in ("tree_rl", "attn_rl", "deep_grpo", "branpo", "agent_tree_grpo", "tree_grpo")},
+    "sesa, one response": ("sesa", dict(mode="sequential", max_sketch_length=64)),
+    "sesa, some prompts": ("sesa", SOME),
+    "sesa, some prompts without sketches": ("sesa", dict(SOME, num_sketches=0)),
+}
+
+
+@pytest.mark.parametrize("method, more", WITH_OWN_LIMIT.values(), ids=WITH_OWN_LIMIT.keys())
 @pytest.mark.parametrize("limit", [4, 12])
-def test_branches_and_main_rows_have_one_limit_of_tokens(tmp_path, method, limit):
+def test_rows_of_a_method_and_of_grpo_have_one_limit_of_tokens(tmp_path, method, more, limit):
     trainer_class, config_class, options = tiny_methods()[method]
     words = f"`generation_kwargs={{'max_new_tokens': {limit}}}` and `max_completion_length=8` are two limits of a "
-    words += f"completion, and {trainer_class.__name__} samples further rows with `max_completion_length`: "
+    words += f"completion, and {trainer_class.__name__} samples rows with `max_completion_length`: "
     words += "leave `max_new_tokens` out."
+    options = {**options, **more, "generation_kwargs": {"max_new_tokens": limit}}
     with pytest.raises(ValueError, match=re.escape(words)):
-        make_trainer(trainer_class, config_class, tmp_path, **options, generation_kwargs={"max_new_tokens": limit})
+        make_trainer(trainer_class, config_class, tmp_path, **options)
+
+
+def test_a_plain_group_that_is_sampled_again_has_one_limit_of_tokens(tmp_path):
+    options = dict(SOME, explore="resample", generation_kwargs={"max_new_tokens": 4})
+    with pytest.raises(ValueError, match="are two limits of a completion, and `explore='resample'` samples rows"):
+        make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+
+
+@pytest.mark.parametrize("method", ["tree_grpo", "deep_grpo", "sesa"])
+def test_a_limit_that_vllm_prefers_to_those_of_requests_is_refused(tmp_path, method):
+    trainer_class, config_class, options = tiny_methods()[method]
+    words = f"`generation_kwargs={{'max_tokens': 8}}` .*with which {trainer_class.__name__} samples: leave"
+    with pytest.raises(ValueError, match=words):
+        make_trainer(
+            trainer_class, config_class, tmp_path, **options, use_vllm=True, generation_kwargs={"max_tokens": 8}
+        )
+
+
+SWITCHED_OFF = ["tree_rl", "attn_rl", "branpo", "agent_tree_grpo", "auto"]
+
+
+@pytest.mark.parametrize("limit", [4, 12])
+def test_methods_that_are_switched_off_have_the_limit_of_grpo(tmp_path, limit):
+    options = dict(generation_kwargs={"max_new_tokens": limit}, max_steps=1)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path / "grpo", **options)
+    for name in SWITCHED_OFF:
+        trainer_class, config_class, tiny = tiny_methods()[name]
+        got, _ = trained(trainer_class, config_class, tmp_path / name, **tiny, **TINY[name].neutral, **options)
+        assert_same(got, expected)
 
 
 def test_a_stage_can_be_sampled_in_parts(tmp_path):

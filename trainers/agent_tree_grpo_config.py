@@ -56,6 +56,10 @@ class AgentTreeGRPOConfig(ExplorationConfig):
     environment_state: str = "auto"
     success_threshold: float = 1.0
 
+    @property
+    def explores(self) -> bool:
+        return self.num_expansions > 0
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

@@ -91,6 +91,10 @@ class AttnRLConfig(ExplorationConfig):
         return (self.max_completion_length or 8192) // 16
 
     @property
+    def explores(self) -> bool:
+        return self.num_forks > 0
+
+    @property
     def asks_about_success(self) -> bool:
         return True
 

@@ -668,8 +668,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
             return rewards
-        if self.forks is not None:
-            self.forks.stop_if_environments_died(self.saving.checkpoint_before_stopping)
+        if self.turns is not None:
+            self.turns.stop_if_environments_died(self.saving.checkpoint_before_stopping)
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
         self.credit.completions = messages

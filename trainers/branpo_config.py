@@ -93,6 +93,10 @@ class BranPOConfig(ExplorationConfig):
     eval_interaction_limit: int | None = None
 
     @property
+    def explores(self) -> bool:
+        return max(self.num_branches, self.num_branches_solved, self.redundancy_tries) > 0
+
+    @property
     def asks_about_success(self) -> bool:
         return True
 

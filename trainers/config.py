@@ -468,6 +468,11 @@ class ExplorationConfig(GRPOConfig):
         )
 
     @property
+    def explores(self) -> bool:
+        """Return False if the fields switch the method's exploration off, so that it samples no rows of its own."""
+        return self.explorers != []
+
+    @property
     def explores_unsolved(self) -> bool:
         """Return whether `explore` names explorers that add rows for unsolved prompts."""
         return self.explore not in (None, "resample")

@@ -111,7 +111,10 @@ class Hooks:
         if branches:
             whole_groups = requires.whole_groups or not self.splits_groups
             requires = replace(requires, samples=True, extra_rows=True, whole_groups=whole_groups)
-        return requires
+        # If an explorer gets only some prompts, `Exploration` itself samples rows with `max_completion_length`.
+        gets_some = args.explores_some and (own_explorer or args.explore == "resample")
+        samples_more = args.explores and (requires.own_limit or requires.extra_rows)
+        return replace(requires, own_limit=gets_some or samples_more)
 
     def make_explorer(self) -> Explorer | None:
         """Return the explorer that samples main rows, or None if GRPO samples all of them."""

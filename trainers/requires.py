@@ -21,6 +21,7 @@ class Requires:
     samples: bool = False  # it samples rows itself, at any time and on every process independently
     main_rows: bool = False  # it samples the main rows itself
     extra_rows: bool = False  # it trains rows in addition to the main rows
+    own_limit: bool = False  # it samples rows with `max_completion_length` as their limit, whatever GRPO's limit is
     whole_groups: bool = False  # all completions of a prompt must be on one process
     tools: bool = False  # it supports tools and environments although it samples rows itself
     vision: bool = True  # it supports vision-language models, unless it samples rows itself
@@ -100,7 +101,7 @@ def check_arguments(
             f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
             "`use_vllm=False`."
         )
-    if requires.extra_rows:
+    if requires.own_limit:
         _check_one_limit(name, args)
     if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
         raise ValueError(
@@ -141,17 +142,22 @@ def check_arguments(
 
 
 def _check_one_limit(name: str, args: ExplorationConfig) -> None:
-    """Raise a ValueError if GRPO's rows and a method's further rows would have different limits of tokens."""
-    option = "max_tokens" if args.use_vllm else "max_new_tokens"
-    most = args.max_completion_length
-    limit = (args.generation_kwargs or {}).get(option, most)
+    """Raise a ValueError if GRPO's rows and the rows that a method samples would have different limits of tokens."""
+    options, most = args.generation_kwargs or {}, args.max_completion_length
+    if args.explore is not None:  # then this field samples rows, and not the trainer's class
+        name = f"`explore={args.explore!r}`"
+    if args.use_vllm and "max_tokens" in options:
+        # vLLM prefers this limit to the limit of a request. So a branch would get as many tokens as a completion.
+        raise ValueError(
+            f"`generation_kwargs={{'max_tokens': {options['max_tokens']}}}` replaces the limits of all requests to "
+            f"vLLM, also those with which {name} samples: leave `max_tokens` out, and set `max_completion_length`."
+        )
+    limit = options.get("max_new_tokens", most)
     # With `max_completion_length=None`, further rows end where the longest of GRPO's rows does.
     if most is not None and limit != most:
-        if args.explores_unsolved:
-            name = f"`explore={args.explore!r}`"
         raise ValueError(
-            f"`generation_kwargs={{{option!r}: {limit}}}` and `max_completion_length={most}` are two limits of a "
-            f"completion, and {name} samples further rows with `max_completion_length`: leave `{option}` out."
+            f"`generation_kwargs={{'max_new_tokens': {limit}}}` and `max_completion_length={most}` are two limits of "
+            f"a completion, and {name} samples rows with `max_completion_length`: leave `max_new_tokens` out."
         )
 
 

@@ -69,7 +69,10 @@ class SESATrainer(ExplorationTrainer):
 
     def requirements(self, args: ExplorationConfig) -> Requires:
         assert isinstance(args, SESAConfig)
-        return replace(super().requirements(args), tools=args.mode == "agent")
+        requires = super().requirements(args)
+        # Sketches have their own limit, and rows of `mode="two_stage"` have GRPO's. With vLLM, one limit replaces both.
+        own_limit = args.explores and (args.mode != "two_stage" or args.use_vllm)
+        return replace(requires, tools=args.mode == "agent", own_limit=requires.own_limit or own_limit)
 
     def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
         assert isinstance(args, SESAConfig)

@@ -180,7 +180,6 @@ class SESAConfig(ExplorationConfig):
 
     @property
     def explores(self) -> bool:
-        """Return whether training differs from plain GRPO."""
         if self.mode == "two_stage":
             return self.sketches_per_prompt > 0
         if self.mode == "agent":

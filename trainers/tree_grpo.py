@@ -47,7 +47,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     num_generations: int
     config_class = TreeGRPOConfig
     args: TreeGRPOConfig
-    requires = Requires(samples=True, main_rows=True, whole_groups=True)
+    requires = Requires(samples=True, main_rows=True, whole_groups=True, own_limit=True)
     explorer: TreeExplorer
 
     def make_explorer(self) -> TreeExplorer:

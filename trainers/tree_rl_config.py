@@ -61,6 +61,10 @@ class TreeRLConfig(ExplorationConfig):
     success_threshold: float = 1.0
 
     @property
+    def explores(self) -> bool:
+        return self.num_rounds > 0
+
+    @property
     def asks_about_success(self) -> bool:
         return True
 

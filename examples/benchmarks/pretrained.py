@@ -191,10 +191,11 @@ def read_tasks(path: Path = SETTINGS) -> dict[str, Task]:
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     tasks = {}
     for name, entry in document["tasks"].items():
+        own = {"budget": entry["budget"]} if "budget" in entry else {}
         tasks[name] = Task(
             name=name,
             comparison={**document["comparison"], **entry["comparison"]},
-            stages=document["stages"],
+            stages={stage: {**settings, **own} for stage, settings in document["stages"].items()},
             arms=[*document["arms"], *entry["arms"]],
             learning_rates=document["learning_rates"],
             first_rate=document["first_rate"],

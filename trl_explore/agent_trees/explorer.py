@@ -59,7 +59,7 @@ class TurnTreeExplorer(BranchExplorer):
 
     @property
     def is_active(self) -> bool:
-        return self.args.num_expansions > 0
+        return self.args.explores
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         start = time.perf_counter()

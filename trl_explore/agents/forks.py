@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trl_explore.agents.environments import environment_error, model_may_have_failed
-from trl_explore.agents.outages import Streak
+from trl_explore.agents.environments import environment_error
+from trl_explore.agents.outages import Streak, describe_error, stop_if_long
 from trl_explore.agents.states import KeptStates
 from trl_explore.agents.turns import ToolLoopAccess, Turns
 from trl_explore.agents.watch import ToolWatch
@@ -76,7 +76,7 @@ class AgentForks(Forks):
         # Indices in `_branches` of the branches that may call no further tool. None if no branch is in the tool loop.
         self._stopped: set[int] | None = None
         # Every process counts the calls of all processes, so that all of them stop together.
-        self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
+        self._unanswered, self._outages = Streak(), Streak()
         self._warned = False
         self._num_errors = 0  # branches of this batch, on this process, whose environment raised
 
@@ -160,36 +160,15 @@ class AgentForks(Forks):
         )
         self._unanswered.add(failed=total["unanswered"], total=total["calls"])
         self._outages.add(failed=total["outages"], total=total["calls"])
-        _stop_if_long(self._outages, "tool call", watch.last_outage, save)
+        stop_if_long(self._outages, "tool call", watch.last_outage, save)
         if self._unanswered.is_long and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._unanswered.describe('tool call')}, the last one {_describe(watch.last_error)}. The model was "
-                "shown the errors, and the run goes on. If the model did not cause them, stop the run and repair the "
-                "tool. `tools/failure_frequency` logs the share of calls that raise.",
+                f"{self._unanswered.describe('tool call')}, the last one {describe_error(watch.last_error)}. The model "
+                "was shown the errors, and the run goes on. If the model did not cause them, stop the run and repair "
+                "the tool. `tools/failure_frequency` logs the share of calls that raise.",
                 stacklevel=2,
             )
-
-    def stop_if_environments_died(self, save: Callable[[], str]) -> None:
-        """
-        Raise if environments have died. Called after the main rows are scored, because `get_reward` may raise, too.
-        Every process must call it.
-
-        Args:
-            save (`Callable[[], str]`):
-                Writes a checkpoint if the run must stop. Returns a sentence about how to continue.
-        """
-        environments = self.tool_loop.environments or []
-        if not environments:
-            return
-        broken = []  # environments that failed without a mistake of the model
-        for environment, has_failed in zip(environments, self.turns.failed, strict=True):
-            if has_failed and not model_may_have_failed(environment):
-                broken.append(environment)
-        total = self.policy.ranks.summed({"broken": len(broken), "rows": len(environments)})
-        self._broken.add(failed=total["broken"], total=total["rows"])
-        last_error = environment_error(broken[-1]) if broken else None
-        _stop_if_long(self._broken, "environment", last_error, save)
 
     # ------------------------------------------------------------------------------------------------------ branches
 
@@ -393,15 +372,3 @@ class AgentForks(Forks):
         if branch.messages is None:
             return True
         return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
-
-
-def _stop_if_long(streak: Streak, what: str, error: BaseException | None, save: Callable[[], str]) -> None:
-    """If a streak is long, save a checkpoint and raise. `error` is the streak's last error on this process."""
-    if streak.is_long:
-        raise RuntimeError(f"{streak.describe(what)}, the last one {_describe(error)}. {save()}") from error
-
-
-def _describe(error: BaseException | None) -> str:
-    """Return a clause with the last error of this process. If `error` is None, the errors were in other processes, so
-    refer to these."""
-    return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"

@@ -4,7 +4,7 @@ import errno
 import socket
 import subprocess
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trl_explore.retrieval.client import RetrieverDown, RetrieverError
@@ -101,6 +101,18 @@ class Streak:
         """Return a clause such as "every tool call of this generation batch raised (8 of 8)"."""
         batches = "this generation batch" if self.batches == 1 else f"the last {self.batches} generation batches"
         return f"every {what} of {batches} raised ({self.failures} of {self.failures})"
+
+
+def stop_if_long(streak: Streak, what: str, error: BaseException | None, save: Callable[[], str]) -> None:
+    """If a streak is long, save a checkpoint and raise. `error` is the streak's last error on this process."""
+    if streak.is_long:
+        raise RuntimeError(f"{streak.describe(what)}, the last one {describe_error(error)}. {save()}") from error
+
+
+def describe_error(error: BaseException | None) -> str:
+    """Return a clause with the last error of this process. If `error` is None, the errors were in other processes, so
+    refer to these."""
+    return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from trl.chat_template_utils import parse_response
 
-from trl_explore.agents.environments import environment_error, guarded
+from trl_explore.agents.environments import environment_error, guarded, model_may_have_failed
+from trl_explore.agents.outages import Streak, stop_if_long
 from trl_explore.rows.policy import Policy
 
 # Tokens of a turn of R rows, `[R][T_i]`, and their log-probabilities, or None if the backend reports none.
@@ -133,6 +134,8 @@ class Turns:
         self.turn: Turn | None = None
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
         self._any_failed = False  # True if any row of any process failed before the reward functions were asked
+        # Every process counts the environments of all processes, so that all of them stop together.
+        self._broken = Streak()
         # TRL's list of the metric `agent/environment_errors`. Its last number belongs to the newest batch.
         self._logged_errors: list[float] = []
         self._loop: LoopLists | None = None  # None until TRL's loop starts, after the first turn
@@ -249,6 +252,27 @@ class Turns:
         self._logged_errors = metrics["agent/environment_errors"]
         self._logged_errors.append(failed.sum().item())
         return rewards.masked_fill(failed.unsqueeze(1), 0.0)
+
+    def stop_if_environments_died(self, save: Callable[[], str]) -> None:
+        """
+        Raise if environments have died. Called after `void_rewards`, because `get_reward` may raise, too. Every
+        process must call it.
+
+        Args:
+            save (`Callable[[], str]`):
+                Writes a checkpoint if the run must stop. Returns a sentence about how to continue.
+        """
+        environments = self.tool_loop.environments or []
+        if not environments:
+            return
+        broken = []  # environments that failed without a mistake of the model
+        for environment, has_failed in zip(environments, self.failed, strict=True):
+            if has_failed and not model_may_have_failed(environment):
+                broken.append(environment)
+        total = self.policy.ranks.summed({"broken": len(broken), "rows": len(environments)})
+        self._broken.add(failed=total["broken"], total=total["rows"])
+        last_error = environment_error(broken[-1]) if broken else None
+        stop_if_long(self._broken, "environment", last_error, save)
 
     def add_errors(self, number: float) -> None:
         """Add the failed environments of branches to the logged number of this batch."""

@@ -269,7 +269,7 @@ class UncertainForkExplorer(ForkExplorer):
 
     @property
     def is_active(self) -> bool:
-        return self.args.num_rounds > 0
+        return self.args.explores
 
     @property
     def trained_leaves(self) -> int | None:

@@ -220,7 +220,7 @@ class StepForkExplorer(ForkExplorer):
 
     @property
     def is_active(self) -> bool:
-        return self.args.num_forks > 0
+        return self.args.explores
 
     def search(self) -> None:
         start = time.perf_counter()

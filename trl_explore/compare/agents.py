@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from trl_explore.evaluation.metrics import pass_at_k
+from trl_explore.evaluation.metrics import NoRewardError, pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.rewards.success import is_success
 from trl_explore.rows.advantages import combine_rewards, success_rewards
@@ -56,7 +56,8 @@ def agent_evaluation(
 
     Returns:
         `Callable`: Function of a `seed` that returns a dictionary: `eval/reward`, `eval/pass_at_{k}` for each k, and
-        `correct`, the number of successful samples per task. The same `seed` and weights give the same samples.
+        `correct`, the number of successful samples per task. The same `seed` and weights give the same samples. It
+        raises a `NoRewardError` if no sample has a reward that decides success.
     """
 
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
@@ -77,8 +78,9 @@ def agent_evaluation(
         finally:
             end_watch()
         trainer.control.should_log = should_log
-        known = [total for total in totals if not math.isnan(total)]
-        found = {"eval/reward": fmean(known) if known else None}
+        if all(math.isnan(reward) for reward in deciding):
+            raise NoRewardError("No sample of any task has a reward: the reward functions returned None or NaN.")
+        found: dict[str, Any] = {"eval/reward": fmean(total for total in totals if not math.isnan(total))}
         if not k:
             return found
         correct, num_samples = [0] * num_tasks, trainer.num_generations_eval

@@ -26,6 +26,7 @@ from trl_explore.compare.agents import (
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
 from trl_explore.errors import UsageError
 from trl_explore.evaluation.callbacks import PassAtKCallback
+from trl_explore.evaluation.metrics import NoRewardError
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import load_train_and_eval
@@ -403,22 +404,41 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"), **success)
     else:
         usual = sampled_metrics(comparison, trainer, rows, **options)
-    if comparison.samples_at_ends is None:
-        return trainer, lambda moment: usual()
-    if is_agent:
+    take_many: Callable[[], dict[str, Any]] | None = None
+    if comparison.samples_at_ends is not None and is_agent:
         take_many = agent_end_samples(trainer, len(rows), comparison.samples_at_ends, **success)
-    else:
+    elif comparison.samples_at_ends is not None:
         take_many = end_samples(comparison, trainer, rows, **options)
     # All runs of a seed start from the same model, so only the first arm takes many samples at the start.
     moments = ("start", "end") if arm == comparison.arms[0] else ("end",)
 
     def evaluate(moment: Moment) -> dict[str, Any]:
-        metrics = usual()
-        if moment in moments:
-            metrics |= take_many()
+        try:
+            metrics = usual()
+            if take_many is not None and moment in moments:
+                metrics |= take_many()
+        except NoRewardError as error:
+            problem = _describe_missing_rewards(comparison, num_rows=len(rows))
+            raise UsageError(f"{arm.name}, seed {seed}: {problem}") from error
         return metrics
 
     return trainer, evaluate
+
+
+def _describe_missing_rewards(comparison: Comparison, *, num_rows: int) -> str:
+    """Return the error message for an evaluation in which no held-out row got a reward."""
+    field, value = "reward_funcs", comparison.subject.get("reward_funcs")
+    remedy = "choose a reward that scores these rows, or other rows with dataset_test_split"
+    if comparison.task is not None:
+        field, value = "task", comparison.subject["task"]
+        remedy = "choose a task whose reward scores these rows"
+    if comparison.success_reward is not None:
+        field, value = "success_reward", comparison.success_reward
+    return (
+        f"{field}={value!r} returned no reward for any sample of the {num_rows} held-out rows, so nothing can be "
+        "measured. Correct the columns of these rows that the reward function reads, such as the gold answers; or "
+        f"{remedy}. What is done is kept"
+    )
 
 
 def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, Any]]:

@@ -117,9 +117,11 @@ class Comparison:
         num_eval (`int`):
             Number of held-out problems.
         success_threshold (`float`, *optional*):
-            Smallest total reward of a success in the evaluation. For agents it is not used: they need a reward of 1.
+            Smallest total reward of a success in the evaluation. With `success_reward`, it is the smallest reward of
+            that function. None means 1. Tasks for agents use it, too.
         success_reward (`str`, *optional*):
-            Reward function that decides success in the evaluation instead of the total reward. Not used for agents.
+            Reward function that decides success in the evaluation instead of the total reward. Tasks for agents use
+            it, too.
         warm_start_steps (`int`, *optional*):
             Supervised training steps that teach the task to the model. None for no warm start.
         samples_at_ends (`int`, *optional*):

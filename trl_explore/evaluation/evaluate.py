@@ -38,10 +38,6 @@ METRIC = re.compile(r"(pass|maj)@([1-9]\d*)")
 SCORES = "trl-explore scores"
 
 
-class NoRewardError(ValueError):
-    """Raised if no completion got a reward."""
-
-
 RewardFunction = Callable[..., Sequence[float | None]]
 
 

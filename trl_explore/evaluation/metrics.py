@@ -7,6 +7,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from trl_explore.rewards.success import is_success
 
 
+class NoRewardError(ValueError):
+    """Raised if no completion got a reward."""
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     r"""
     Unbiased estimate of the probability that at least one of `k` samples is correct.
@@ -238,13 +242,13 @@ def sample_metrics(
         `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `reward` and, with `greedy_rewards`, `greedy_accuracy`.
 
     Raises:
-        `ValueError`: If no sample of any prompt has a reward.
+        `NoRewardError`: If no sample of any prompt has a reward.
     """
     if totals is None:
         totals = rewards
     scored = [index for index, row in enumerate(rewards) if has_reward(row)]
     if not scored:
-        raise ValueError(
+        raise NoRewardError(
             "No sample of any prompt has a reward: every reward function returned None. Check the column of the gold "
             "answers."
         )

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from trl_explore.errors import UsageError
 from trl_explore.runs.quiet import without_noise
 
-AT_WORK, DONE, FAILED = "at work", "done", "failed"
+AT_WORK, DONE, FAILED, REFUSED = "at work", "done", "failed", "refused"
 NOTICE = "\nInterrupted: each run is saved after its current step, then all stop. Ctrl-C again aborts now."
 
 
@@ -111,6 +112,7 @@ class Workers:
 
         Raises:
             WorkerFailed: If a job raised an exception or its process died.
+            UsageError: If a job raised this error.
         """
         left = list(jobs)
         busy = self._busy
@@ -155,6 +157,8 @@ class Workers:
         if kind == FAILED:
             error, details = value
             raise WorkerFailed(f"{job.name} ended in {error}", details)
+        if kind == REFUSED:
+            raise UsageError(value)
         return kind, value
 
 
@@ -176,6 +180,8 @@ def serve(connection: Connection) -> None:
             job = connection.recv()
             try:
                 message = (DONE, job.function(connection, *job.arguments))
+            except UsageError as error:
+                message = (REFUSED, str(error))
             except Exception as error:
                 message = (FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc()))
             connection.send(message)

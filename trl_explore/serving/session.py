@@ -102,16 +102,18 @@ class Serving:
 
 def warn_about_sampling(args: "ExplorationConfig") -> None:
     """Warn about options of vLLM that harm a run without an error."""
-    cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
+    options: dict[str, Any] = args.generation_kwargs or {}
+    # vLLM gets the fields of the configuration, and `generation_kwargs` replace them.
+    used = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p, **options}
+    cuts = {"top_p": used["top_p"] < 1, "top_k": used["top_k"] > 0, "min_p": bool(used["min_p"])}
     if args.vllm_importance_sampling_correction and any(cuts.values()):
-        named = ", ".join(f"`{name}={getattr(args, name)}`" for name, cut in cuts.items() if cut)
+        named = ", ".join(f"`{name}={used[name]}`" for name, cut in cuts.items() if cut)
         warnings.warn(
             f"{named}: vLLM reports the probabilities of the truncated distribution that it samples from, but the "
             "trainer computes probabilities of the whole distribution. So every importance ratio is biased. Sample "
             "without truncation, or set `vllm_importance_sampling_correction=False`.",
             stacklevel=4,
         )
-    options: dict[str, Any] = args.generation_kwargs or {}
     if "seed" in options:
         warnings.warn(
             f"`generation_kwargs` has `seed={options['seed']}`: vLLM then answers equal requests equally, so the "
