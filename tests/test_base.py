@@ -563,7 +563,8 @@ def test_methods_that_are_switched_off_have_the_limit_of_grpo(tmp_path, limit):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path / "grpo", **options)
     for name in SWITCHED_OFF:
         trainer_class, config_class, tiny = tiny_methods()[name]
-        got, _ = trained(trainer_class, config_class, tmp_path / name, **tiny, **TINY[name].neutral, **options)
+        off = {**tiny, **TINY[name].neutral, **options}
+        got, _ = trained(trainer_class, config_class, tmp_path / name, **off)
         assert_same(got, expected)
 
 

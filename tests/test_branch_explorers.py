@@ -11,7 +11,7 @@ from commands import EXAMPLES
 from test_branpo import Voice, says
 from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer
-from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, trained
+from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, tiny_methods, trained
 
 from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
@@ -92,6 +92,20 @@ def test_only_chosen_prompts_are_explored(tmp_path):
     solved = (trainer.scorer.success().view(-1, 4) >= 1).any(dim=1)
     expected = [row for row in range(8) if not solved[row // 4]]
     assert [branch.row for branch in trainer.branch_explorer.sampled] == expected
+
+
+@pytest.mark.parametrize("method", ["deep_grpo", "branpo", "tree_rl", "attn_rl", "agent_tree_grpo"])
+def test_prompts_that_only_fill_up_a_round_get_no_branches(tmp_path, method):
+    trainer_class, config_class, options = tiny_methods()[method]
+    trainer = make_trainer(trainer_class, config_class, tmp_path, **options, reward_funcs=never)
+    begin, explored = trainer.branching.begin, []
+    trainer.branching.begin = lambda num_fillers=0: begin(1)  # the second of two prompts
+    own = trainer.branch_explorer.explore
+    trainer.branch_explorer.explore = lambda groups: explored.extend(groups) or own(groups)
+    one_batch(trainer)
+    assert [group.first_row for group in explored] == [0]
+    (result,) = trainer.branching.results
+    assert result.num_tokens > 0 and {parent // 4 for parent in result.branches.rows.parents} <= {0}
 
 
 def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):

@@ -25,6 +25,8 @@ import signal
 from pathlib import Path
 
 def contains_answer(completions, answer, trainer_state=None, **kwargs):
+    if Path("silence").exists() and trainer_state.global_step and len(answer) == 32:  # an evaluation after training
+        return [None] * len(answer)
     stop = Path("stop")
     how, step = stop.read_text().split() if stop.exists() else ("", "0")
     if how and trainer_state.global_step >= int(step):
@@ -201,7 +203,7 @@ def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole
 
     Path("stop").write_text("error 3")
     assert compare(OWN, "--output_dir", "out") == 2
-    assert "'contains_answer' raised RuntimeError in compare_rewards.py, line 18: the rew" in capsys.readouterr().err
+    assert "'contains_answer' raised RuntimeError in compare_rewards.py, line 20: the rew" in capsys.readouterr().err
     assert stamps("out") == finished
 
     assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out"]) == 0
@@ -231,6 +233,23 @@ def test_runs_in_processes_stop_in_order_and_give_what_they_give_one_after_the_o
     assert compare(OWN, *flags) == 0
     shown = capsys.readouterr().out
     assert "2/2 " in shown and "seed 0: reward 0." in shown
+    assert curves("out") == curves(whole[0])
+
+
+def test_an_evaluation_without_any_reward_ends_in_a_sentence_and_loses_nothing(whole, workdir, capsys):
+    shutil.copytree(whole[0], "out")
+    shutil.rmtree("out/deep-2-seed0")
+    finished = stamps("out")
+    Path("silence").touch()
+    assert compare(OWN, "--output_dir", "out") == 2
+    assert (
+        "trl-explore: error: DEEP, 2, seed 0: reward_funcs=['compare_rewards.contains_answer'] returned no reward for "
+        "any sample of the 4 held-out rows, so nothing can be measured. Correct the columns of these rows"
+    ) in capsys.readouterr().err
+    assert stamps("out") == finished
+    assert list(Path("out/deep-2-seed0").glob("checkpoint-*"))
+    Path("silence").unlink()
+    assert compare(OWN, "--output_dir", "out") == 0
     assert curves("out") == curves(whole[0])
 
 

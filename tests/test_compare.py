@@ -3,11 +3,14 @@
 import csv
 import math
 import re
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List, Value
 
 from trl_explore.cli.compare import TASK_NAMES
 from trl_explore.compare.costs import interval, mean_curve, other_starts, paired_values, t_95
@@ -374,6 +377,34 @@ def test_a_fingerprint_of_many_rows_takes_evenly_spaced_ones(monkeypatch):
     monkeypatch.setattr(fingerprints, "MOST_ROWS", 10)
     usual = rows_fingerprint(numbered(25))  # of every third row
     assert [rows_fingerprint(numbered(25, place)) == usual for place in (0, 1, 23, 24)] == [False, True, True, False]
+
+
+def pictured(*pictures, prompt="same"):
+    """A data set with a picture of random colours per row, given by its seed, alone and in a list."""
+    rows = []
+    for seed in pictures:
+        pixels = np.random.default_rng(seed).integers(0, 256, size=(300, 300, 3), dtype=np.uint8)
+        rows.append({"prompt": prompt, "image": PIL.Image.fromarray(pixels), "images": [PIL.Image.fromarray(pixels)]})
+    features = Features({"prompt": Value("string"), "image": Image(), "images": List(Image())})
+    return Dataset.from_list(rows, features=features)
+
+
+def test_a_fingerprint_of_rows_with_images_depends_on_all_of_them():
+    usual = rows_fingerprint(pictured(0, 1, 2))
+    assert rows_fingerprint(pictured(0, 1, 2)) == usual
+    others = [pictured(0, 1, 3), pictured(1, 0, 2), pictured(0, 1), pictured(0, 1, 2, prompt="other")]
+    assert usual not in [rows_fingerprint(data) for data in others]
+
+
+def test_a_fingerprint_of_rows_reads_a_small_part_of_images():
+    data = pictured(0, 1, 2, 3)  # eight images of more than 200 kB
+    tracemalloc.start()
+    try:
+        rows_fingerprint(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
 
 
 @pytest.mark.parametrize(

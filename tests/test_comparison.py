@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from trl_explore.compare.plots import arm_styles, learning_curves
 from trl_explore.compare.run import build_run
 from trl_explore.compare.settings import Arm, Budget, read_comparison
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
 from trl_explore.tasks import AGENTS, get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -49,7 +50,15 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
     assert seconds == sorted(seconds) and run.points[-1]["cpu_seconds"] > 0
 
 
-@pytest.mark.parametrize("size, own", [(1.0, {}), (0.5, {"success_threshold": 0.5})], ids=["default", "threshold"])
+@pytest.mark.parametrize(
+    "size, own",
+    [
+        (1.0, {}),
+        (0.5, {"success_threshold": 0.5}),
+        (0.5, {"success_threshold": 0.5, "success_reward": "accuracy_reward"}),
+    ],
+    ids=["default", "threshold", "reward"],
+)
 def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, size, own):
     task = AGENTS["multi_hop"]
     start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
@@ -81,6 +90,25 @@ def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, size, own):
     assert found["end_correct"] == [8, 4, 2, 2, 2, 2]  # of tries 5 to 12
     assert found["eval/pass_at_2"] == pytest.approx((1 + 5 / 6) / 6)
     assert found["eval/reward"] == pytest.approx(size * 6 / 24)
+
+
+def test_an_unknown_success_reward_of_an_agent_is_refused_before_the_evaluation(tmp_path):
+    start = warm_start(AGENTS["multi_hop"], seed=0, steps=2, cache_dir=tmp_path, progress=False)
+    document = {"task": "multi_hop", "budget": {"steps": 1}, "arms": [{"method": "grpo"}], "success_reward": "other"}
+    comparison = read_comparison(document)
+    with pytest.raises(ValueError, match="success_reward='other'"):
+        build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
+
+
+@pytest.mark.parametrize("at_ends", [{}, {"samples_at_ends": 4}])
+def test_an_evaluation_of_an_agent_without_any_reward_is_an_error(tmp_path, at_ends):
+    start = warm_start(AGENTS["multi_hop"], seed=0, steps=2, cache_dir=tmp_path, progress=False)
+    document = {"task": "multi_hop", "budget": {"steps": 1}, "num_eval": 2, "arms": [{"method": "grpo"}], **at_ends}
+    comparison = read_comparison({**document, "common": {"max_completion_length": 16}})
+    trainer, evaluate = build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
+    trainer.reward_funcs[0] = lambda question, **columns: [None] * len(question)
+    with pytest.raises(UsageError, match="^GRPO, seed 3: task='multi_hop' returned no reward .* 2 held-out rows"):
+        evaluate("start")
 
 
 def test_a_token_budget_stops_at_the_step_that_reaches_it(start, tmp_path):

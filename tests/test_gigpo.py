@@ -10,7 +10,7 @@ from commands import run_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from test_branpo import Lake, Voice, make
+from test_branpo import Lake, Served, Voice, make
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
 
@@ -283,6 +283,14 @@ def test_truncated_completions_that_are_masked_are_compared_with_nothing(tmp_pat
     masked = ~loss_mask(output).bool().any(dim=1)
     assert masked.any() and not masked.all()
     assert [len(row) == 0 for row in trainer._steps] == masked.tolist()
+
+
+@pytest.mark.parametrize("method", ["reset", "get_reward"])
+def test_environments_that_lost_their_service_stop_the_run(tmp_path, voice, monkeypatch, method):
+    monkeypatch.setattr(Served, "lost_method", method)
+    words = r"every environment of this generation batch raised \(8 of 8\).*ConnectionError: refused.*no step is done"
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=words):
+        agent(tmp_path, factory=Served).train()
 
 
 def test_an_own_rollout_tells_steps_from_observations_by_its_mask(tmp_path):

@@ -690,6 +690,17 @@ def test_a_success_that_trl_masks_replaces_no_row(tmp_path, explore):
     assert found == [False, True]
 
 
+def test_a_hinted_completion_that_ends_with_padding_is_trained_as_in_trl(told, monkeypatch, tmp_path):
+    ids = [*tokens("bc"), 0]
+    answer = Continuation(ids, finished=False)
+    monkeypatch.setattr(Sampler, "__call__", lambda sampler, prefixes, *args, **options: [[answer] for _ in prefixes])
+    trainer = hinted(tmp_path, ["b"], own={"hint_samples": 1}, mask_truncated_completions=True)
+    one_batch(trainer)
+    (found,) = trainer.branching.results
+    assert found.branches.rows.completion_ids == [ids, ids]
+    assert found.scored.rows["completion_mask"].sum(dim=1).tolist() == [3, 3]
+
+
 def test_replay_can_begin_in_the_middle_of_a_run(tmp_path):
     """A checkpoint of plain GRPO is resumed with `explore`."""
     options = dict(train_dataset=make_dataset(), reward_funcs=Moody())

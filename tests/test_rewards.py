@@ -204,6 +204,15 @@ def test_signs_words_and_units_around_a_number_do_not_change_it():
     assert accuracy_reward(["#### 1 234", "#### 1,234 km"], answer=["1234"] * 2) == [1.0] * 2
 
 
+@pytest.mark.parametrize("smiley", [":)", ";)", ":-)", ":))"])
+def test_a_smiley_after_an_answer_does_not_change_it(smiley):
+    texts = [f"#### 42 {smiley}", f"#### **42** {smiley}\n", f"#### 42 apples  {smiley}"]
+    assert accuracy_reward([*texts, f"#### 41 {smiley}"], answer=["42"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    assert [answer_key(text) for text in texts] == [42, "**42**", "42apples"]
+    assert accuracy_reward([f"#### 2x+1 {smiley}"] * 2, answer=["1+2x", "2"]) == [1.0, 0.0]
+    assert extract_answer(f"#### {smiley}") == smiley
+
+
 def test_both_completion_forms_and_both_column_names_are_read():
     plain = [r"\boxed{1}", r"\boxed{2}"]
     messages = [[{"role": "assistant", "content": text}] for text in plain]

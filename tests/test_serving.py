@@ -349,6 +349,8 @@ def test_a_lock_folder_that_others_decide_about_is_refused(tmp_path, monkeypatch
     ("options", "message"),
     [
         (dict(top_p=0.9, top_k=5), "`top_p=0.9`, `top_k=5`: .* every importance ratio is biased"),
+        (dict(generation_kwargs={"top_k": 5, "min_p": 0.1}), "^`top_k=5`, `min_p=0.1`: .* every importance ratio"),
+        (dict(top_p=0.9, generation_kwargs={"top_p": 0.8}), "^`top_p=0.8`: .* every importance ratio is biased"),
         (dict(generation_kwargs={"seed": 1}), "`seed=1`.* copies of each other"),
     ],
 )
@@ -356,6 +358,11 @@ def test_harmful_options_are_told_once(local, tmp_path, options, message):
     with pytest.warns(UserWarning, match=message) as found:
         served("grpo", tmp_path, **options)
     assert len([w for w in found if "vLLM" in str(w.message)]) == 1
+
+
+def test_a_cut_that_generation_kwargs_undo_is_not_warned_about(local, tmp_path, recwarn):
+    served("grpo", tmp_path, top_k=5, generation_kwargs={"top_k": -1})
+    assert not [warning for warning in recwarn if "importance ratio" in str(warning.message)]
 
 
 def test_rows_that_the_correction_drops_are_told_once(local, tmp_path):

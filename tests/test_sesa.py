@@ -259,6 +259,15 @@ def test_a_solution_prompt_without_room_is_the_problem(tmp_path):
     assert all(len(text) + 8 <= 13 for text in trainer.solved)
 
 
+def test_a_solution_prompt_has_room_for_the_limit_of_generation_kwargs(tmp_path):
+    # Problem, space and sketch have up to 9 tokens. With solutions of 8 tokens, all fit.
+    options = dict(SHORT, context_length=17, generation_kwargs={"max_new_tokens": 12})
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **options)
+    first_batch(trainer)
+    assert trainer._metrics["train"]["sketch/too_long"][0] > 0
+    assert all(len(text) + 12 <= 17 for text in trainer.solved)
+
+
 # ---------------------------------------------------------------------------------------------------- sequential
 
 

@@ -21,6 +21,7 @@ class Lake(FrozenLakeEnvironment):
     """Raises where a test says; its reward is what it is, whatever happened before."""
 
     breaks = ()
+    error = RuntimeError
     made = 0
 
     def __init__(self):
@@ -29,7 +30,7 @@ class Lake(FrozenLakeEnvironment):
 
     def reset(self, board, prompt="", **columns):
         if "reset" in self.breaks:
-            raise RuntimeError("the lake has melted")
+            raise self.error("the lake has melted")
         return super().reset(board, prompt)
 
     def move(self, direction: str) -> str:
@@ -43,12 +44,12 @@ class Lake(FrozenLakeEnvironment):
             The board.
         """
         if direction in self.breaks:
-            raise RuntimeError(f"no ice to the {direction}")
+            raise self.error(f"no ice to the {direction}")
         return self._play(direction)
 
     def get_reward(self):
         if "reward" in self.breaks:
-            raise RuntimeError("no referee")
+            raise self.error("no referee")
         return super().get_reward() + 1.0
 
 
@@ -308,12 +309,21 @@ def test_a_tool_that_raises_ends_its_trajectory_and_not_the_run(tmp_path, voice,
     assert speaker.calls and output["advantages"].isfinite().all()
 
 
-@pytest.mark.parametrize("place", ["reset", "reward", "l d r u"])
-def test_the_run_survives_environments_that_always_raise(tmp_path, voice, monkeypatch, place):
+EVALUATED = dict(
+    boards=[BOARDS[0]] * 2,
+    eval_strategy="steps",
+    eval_steps=1,
+    num_generations_eval=2,
+    per_device_eval_batch_size=4,
+)
+
+
+@pytest.mark.parametrize("place", ["reward", "l d r u"])
+def test_the_run_survives_environments_in_which_the_model_always_fails(tmp_path, voice, monkeypatch, place):
     monkeypatch.setattr(Lake, "breaks", place.split())
+    monkeypatch.setattr(Lake, "error", ValueError)  # a wrong call of the model can raise it
     voice(stops=0)
-    trainer = agent(tmp_path, boards=[BOARDS[0]] * 2, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
-                    per_device_eval_batch_size=4)  # fmt: skip
+    trainer = agent(tmp_path, **EVALUATED)
     with pytest.warns(UserWarning, match="agent/environment_errors"):
         trainer.train()
     logs = trainer.state.log_history
@@ -325,6 +335,19 @@ def test_the_run_survives_environments_that_always_raise(tmp_path, voice, monkey
     evaluated = [log for log in logs if "eval_reward" in log]
     assert [log["eval_reward"] for log in evaluated] == [0, 0]
     assert all(log["eval_agent/environment_errors"] == 4 for log in evaluated)
+
+
+@pytest.mark.parametrize("place", ["reset", "reward", "l d r u"])
+def test_environments_that_died_stop_the_run_but_no_evaluation(tmp_path, voice, monkeypatch, place):
+    monkeypatch.setattr(Lake, "breaks", place.split())
+    voice(stops=0)
+    trainer = agent(tmp_path, **EVALUATED)
+    with pytest.warns(UserWarning, match="agent/environment_errors"):
+        evaluated = trainer.evaluate()
+    assert evaluated["eval_reward"] == 0 and evaluated["eval_agent/environment_errors"] == 4
+    words = r"every environment of this generation batch raised \(16 of 16\), the last one RuntimeError: .*"
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=words):
+        trainer.train()
 
 
 def test_a_call_that_does_not_fit_is_an_observation(tmp_path, voice):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tqdm.auto import tqdm
 
+from trl_explore.errors import UsageError
 from trl_explore.runs.workers import AT_WORK, DONE, Job, WorkerFailed, Workers, death
 
 
@@ -22,6 +23,10 @@ def lock_of_bars(connection, number):
 
 def wrong(connection, number):
     raise ValueError(f"{number} is wrong")
+
+
+def refuse(connection, number):
+    raise UsageError(f"number={number}: give another one")
 
 
 def end_by_signal(connection, number):
@@ -71,6 +76,11 @@ def test_a_job_that_raises_ends_in_a_sentence_and_the_others_save_what_they_have
             list(workers.do([*jobs(until_hung_up, str(file)), *jobs(wrong, 7)]))
     assert caught.value.details.startswith("Traceback") and "in wrong" in caught.value.details
     assert file.read_text() == "saved"
+
+
+def test_a_usage_error_of_a_job_reaches_the_parent():
+    with pytest.raises(UsageError, match=r"^number=7: give another one$"), Workers(1) as workers:
+        list(workers.do(jobs(refuse, 7)))
 
 
 def test_a_process_that_is_killed_ends_in_a_sentence_and_the_others_save_what_they_have(tmp_path):

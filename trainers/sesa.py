@@ -70,7 +70,8 @@ class SESATrainer(ExplorationTrainer):
     def requirements(self, args: ExplorationConfig) -> Requires:
         assert isinstance(args, SESAConfig)
         requires = super().requirements(args)
-        # Sketches have their own limit, and rows of `mode="two_stage"` have GRPO's. With vLLM, one limit replaces both.
+        # Sketches have their own limit, and rows of `mode="two_stage"` have GRPO's. With vLLM, `max_tokens` in
+        # `generation_kwargs` would replace both.
         own_limit = args.explores and (args.mode != "two_stage" or args.use_vllm)
         return replace(requires, tools=args.mode == "agent", own_limit=requires.own_limit or own_limit)
 

@@ -164,9 +164,9 @@ class AgentForks(Forks):
         if self._unanswered.is_long and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._unanswered.describe('tool call')}, the last one {describe_error(watch.last_error)}. The model "
-                "was shown the errors, and the run goes on. If the model did not cause them, stop the run and repair "
-                "the tool. `tools/failure_frequency` logs the share of calls that raise.",
+                f"{self._unanswered.describe('tool call')}, the last one {describe_error(watch.last_error)}. The "
+                "model was shown the errors, and the run goes on. If the model did not cause them, stop the run and "
+                "repair the tool. `tools/failure_frequency` logs the share of calls that raise.",
                 stacklevel=2,
             )
 

@@ -17,6 +17,7 @@ from trl_explore.rows.columns import row_columns
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import Scorer
+from trl_explore.rows.truncation import is_trained
 from trl_explore.sketches.drafts import fill_prompt
 from trl_explore.sketches.weights import Drawn, likelihood_ratios
 
@@ -98,8 +99,9 @@ class HintExplorer(BranchExplorer):
                     ids = continuation.token_ids
                     logprobs: list[float | None] = [None] * len(shown)
                     logprobs += continuation.logprobs or [None] * len(ids)
-                    is_trained = continuation.finished or not self.args.mask_truncated_completions
-                    hinted = HintedCompletion(context, shown + ids, len(shown), logprobs, level, is_trained)
+                    completion_ids = shown + ids
+                    is_kept = is_trained(self.policy, completion_ids)
+                    hinted = HintedCompletion(context, completion_ids, len(shown), logprobs, level, is_kept)
                     tried.append((place, hinted))
             self._judge(groups, [completion for _, completion in tried], [place for place, _ in tried])
             for place, completion in tried:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_explore.evaluation.metrics import NoRewardError, pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
-from trl_explore.rewards.success import is_success
+from trl_explore.rewards.success import check_success_reward, is_success
 from trl_explore.rows.advantages import combine_rewards, success_rewards
 from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.trainers.base import watch
@@ -59,6 +59,8 @@ def agent_evaluation(
         `correct`, the number of successful samples per task. The same `seed` and weights give the same samples. It
         raises a `NoRewardError` if no sample has a reward that decides success.
     """
+
+    check_success_reward(success_reward, trainer.reward_func_names)
 
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
         totals: list[float] = []  # the weighted sum of each sample's rewards

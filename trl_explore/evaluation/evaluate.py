@@ -19,7 +19,7 @@ from trl_explore.evaluation.completions import (
 )
 from trl_explore.evaluation.grading import Graded, Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
-from trl_explore.evaluation.metrics import has_reward, prompt_values
+from trl_explore.evaluation.metrics import NoRewardError, has_reward, prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
 from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key

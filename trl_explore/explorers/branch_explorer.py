@@ -151,7 +151,8 @@ class BranchExplorer:
     ) -> Sequence[tuple["BranchExplorer", Sequence[ScoredGroup]]]:
         """
         Return the explorers that explore in this generation batch, each with its groups. By default, this explorer
-        gets all groups. All processes must return the same explorers, but the groups of an explorer may be empty.
+        gets all groups except fillers. All processes must return the same explorers, but the groups of an explorer
+        may be empty.
 
         Args:
             groups (`Sequence[ScoredGroup]`):
@@ -159,7 +160,8 @@ class BranchExplorer:
             output (`dict`):
                 The main rows of this process as TRL scored them.
         """
-        return [(self, groups)]
+        # A filler repeats a prompt of the batch, and its main rows are dropped. So its branches must not be trained.
+        return [(self, [group for group in groups if not group.is_filler])]
 
     def weight_of(self, explorer: "BranchExplorer") -> float | None:
         """Return the weight of the rows of an explorer of `assign` in this generation batch. See [`weight`]. If the

@@ -14,6 +14,7 @@ from trl_explore.gradients.features import lm_head_of, sequence_features
 from trl_explore.packing.forward import unwrapped
 from trl_explore.rows.policy import tokenizer_of
 from trl_explore.rows.streams import kept_randomness
+from trl_explore.rows.truncation import is_trained
 from trl_explore.sampling.generation import has_dropout, whole_row_adapter
 from trl_explore.sampling.paths import effective_options
 from trl_explore.sampling.positions import fixed_rotary_length
@@ -139,16 +140,10 @@ class FeaturePass:
         """
         args = self.args
         loss_mask = mask or [[1] * len(ids) for ids in completion_ids]
-        if args.mask_truncated_completions:
-            ends = {*self.trainer.eos_token_ids, tokenizer_of(self.trainer).pad_token_id}
-            kept = []
-            for row, ids in zip(loss_mask, completion_ids, strict=True):
-                if ids[-1] in ends:
-                    kept.append(row)
-                else:
-                    kept.append([0] * len(row))
-            loss_mask = kept
-        self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
+        trained_mask = []
+        for row_mask, ids in zip(loss_mask, completion_ids, strict=True):
+            trained_mask.append(row_mask if is_trained(self.trainer, ids) else [0] * len(row_mask))
+        self._rows = FeatureRows(prompt_ids, completion_ids, trained_mask)
         self.seconds = 0.0
         seen, self._generated = self._generated, None
         # With a mask, some tokens are not from this `generate` call, for example answers of tools.

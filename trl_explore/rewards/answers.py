@@ -15,45 +15,152 @@ TAIL_LENGTH = 2000
 MAX_ANSWER_LENGTH = 500
 TIMEOUT_SECONDS = 4
 
-BOXED = re.compile(r"\\boxed\s*\{")
-HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# A line such as `#### Step 1`, `#### **Step 1**` or `#### 1. Add`, which is a heading if other text follows it.
-HEADING = re.compile(r"[ \t]*####[#*_ \t]*(?:\d{1,2}[.)][*_ \t]+)?[A-Za-z]{3,}(?![A-Za-z(])")
-OTHER_LINE = re.compile(r"^(?![ \t]*####).*\S", re.MULTILINE)
-NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
-FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
+# ------------------------------------------------------------------------------------------------------------- marks
+
+BOXED = re.compile(r"\\boxed\s*\{")  # `\boxed{`
+HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")  # `#### 42`
+SMILEY = re.compile(r"\s+[:;]-?\)+$")  # ` :)` after an answer
+# A line that is a heading if other text follows it: `#### Step 1`, `#### **Step 1**` or `#### 1. Add`.
+HEADING = re.compile(
+    r"""
+    [ \t]* \#{4}
+    [#*_ \t]*                      # a lower level, or bold text: `##### **Step`
+    (?: \d{1,2} [.)] [*_ \t]+ )?   # a number: `1. Add`
+    [A-Za-z]{3,} (?![A-Za-z(])     # a whole word that is no function: `Step`, and not `sqrt(2)`
+    """,
+    re.VERBOSE,
+)
+OTHER_LINE = re.compile(r"^(?![ \t]*####).*\S", re.MULTILINE)  # a line that does not begin with `####`
+
+# ----------------------------------------------------------------------------------------------------------- numbers
+
+NUMBER_PATTERN = r"""
+    [-+]?
+    (?:
+        (?: \d{1,3} (?:,\d{3})+ | \d+ ) (?:\.\d*)?   # `1,234.5`, `1234` or `5.`
+        | \.\d+                                      # `.5`
+    )
+    (?: [eE] [-+]? \d{1,3} )?                        # `1e3`
+"""
+NUMBER = re.compile(NUMBER_PATTERN, re.ASCII | re.VERBOSE)
+FRACTION = re.compile(
+    r"""
+    ([-+]?)
+    (?:
+        \\[dt]?frac \{(\d+)\} \{(\d+)\}   # `\frac{1}{2}`
+        | (\d+) \s*/\s* (\d+)             # `1/2`
+    )
+    """,
+    re.ASCII | re.VERBOSE,
+)
+# White space and currency signs around a number, and full stops after it: `$5`, `\$5`, `5 €.`
+AROUND_NUMBER = re.compile(r"^ (?: [\s$€£] | \\\$ )+ | (?: [\s.$€£] | \\\$ )+ $", re.VERBOSE)
+AFTER_SIGN = re.compile(r"^([-+]) \s* (?: \\?\$ | [€£] )? \s*", re.VERBOSE)  # `-$5`
+LATEX_COMMA = re.compile(r",\\! | \{,\} | \\[,!]", re.VERBOSE)  # `1,\!000`, `1{,}000` or `1\,000`
+
+# ---------------------------------------------------------------------------------------------------------- formulas
+
 # A word of at least three letters that is not a LaTeX command means prose or a unit, not a formula.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-# Notation that is not LaTeX, in formulas of answers without a mark: `3*sqrt(2)`, `2 ln 3`, `x**2`, `1 234`, `1,234`.
-ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
-FUNCTION = re.compile(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])")
-THOUSANDS = re.compile(r"(?<=\d)[ ,](?=\d{3}(?!\d))(?![^(\[{]*[)\]}])")  # not in brackets: (1,234) is a pair
-SPACE = r"(?:\s|~|\\[ ,;:!])"
-# The end of an answer that does not belong to its formula: `\text{ inches}`, `square units`, `\pmod{11}`.
+# Notation that is not LaTeX, in formulas of answers without a mark.
+ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")  # `3*sqrt(2)`
+FUNCTION = re.compile(r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])")  # `2 ln 3`
+THOUSANDS = re.compile(
+    r"""
+    (?<=\d) [ ,] (?=\d{3}(?!\d))   # `1 234` or `1,234`
+    (?! [^(\[{]* [)\]}] )          # not in brackets: `(1,234)` is a pair
+    """,
+    re.VERBOSE,
+)
+SPACE = r"(?: \s | ~ | \\[ ,;:!] )"
+# The end of an answer that does not belong to its formula.
 UNITS = re.compile(
-    rf"(?<=[\w)}}])(?:{SPACE}*\\(?:text|mbox|pmod)\s*{{[^{{}}]*}}(?:\^{{?\d}}?)?"
-    r"|(?:\s[A-Za-z]{2,})+)$"
+    rf"""
+    (?<=[\w)}}])
+    (?:
+        {SPACE}* \\(?:text|mbox|pmod) \s* {{[^{{}}]*}} (?: \^{{?\d}}? )?   # `\text{{ cm}}^2` or `\pmod{{11}}`
+        | (?: \s [A-Za-z]{{2,}} )+                                         # ` square units`
+    )
+    $
+    """,
+    re.VERBOSE,
 )
-# A formula is LaTeX without words, other than `or` and `and` in lists, and products such as `xy`.
+# A formula is LaTeX without words.
 FORMULA = re.compile(
-    r"(?:\\[A-Za-z]+|\\[,;:!%{}|\\ ]|(?<![A-Za-z])(?:[A-Za-z]'*|[abcxyz]+|or|and)(?![A-Za-z])"
-    r"|[\d\s+*/^=<>()\[\]{}|.,:;!%_~√×÷±π−-])*"
+    r"""
+    (?:
+        \\[A-Za-z]+                           # a command: `\frac`
+        | \\[,;:!%{}|\\ ]                     # a space or a sign: `\,` or `\%`
+        | (?<![A-Za-z])
+          (?:
+              [A-Za-z]'*                      # a letter: `f` or `f'`
+              | [abcxyz]+                     # a product: `xy`
+              | or | and                      # in a list: `1 or 2`
+          )
+          (?![A-Za-z])
+        | [\d\s+*/^=<>()\[\]{}|.,:;!%_~√×÷±π−-]
+    )*
+    """,
+    re.VERBOSE,
 )
-# A formula that can be meant as a number, with a unit or after an equals sign: `42x`, `42 m^2`, `42!`, `6 * 7 = 42`.
-MAYBE_NUMBER = re.compile(
-    r"(?:[A-Za-z](?:\(\w\))?\s*[=:]|(?:(?:\\[A-Za-z]+|[^A-Za-z=])*=)*)\s*"
-    rf"{NUMBER.pattern}(?:/\d+)?"
-    rf"(?:{SPACE}*(?:!|\\?%|(?![ei])[A-Za-z])|(?:{SPACE}+[(\[]?[A-Za-z]|[gmL])(?:[\w.^{{}})\]]| ?/ ?)*)?"
+# What can be before and after a number that is meant as the answer.
+BEFORE_NUMBER = r"""
+    (?:
+        [A-Za-z] (?:\(\w\))? \s* [=:]                     # a name: `x = 42`, `x: 42` or `f(2) = 42`
+        | (?: (?: \\[A-Za-z]+ | [^A-Za-z=] )* = )*        # sides of an equation: `6 \times 7 = 42`
+    )
+    \s*
+"""
+AFTER_NUMBER = rf"""
+    (?:
+        {SPACE}* (?: ! | \\?% | (?![ei])[A-Za-z] )        # a sign or a letter: `42!`, `42 %` or `42x`
+        | (?: {SPACE}+ [(\[]? [A-Za-z] | [gmL] )          # the begin of a unit: `42 m`, `42 (cm)` or `5L`
+          (?: [\w.^{{}})\]] | [ ]?/[ ]? )*                # the rest of the unit: `42 m^2` or `5km / h`
+    )?
+"""
+# A formula that can be meant as a number.
+MAYBE_NUMBER = re.compile(rf"{BEFORE_NUMBER} {NUMBER_PATTERN} (?:/\d+)? {AFTER_NUMBER}", re.VERBOSE)
+
+# ----------------------------------------------------------------------------------------------------------- choices
+
+STYLE = r"(?: \\(?:text|mathrm)(?:bf)?\s*\{ | \\mathbf\s*\{ )?"  # `\text{`
+# A choice inside a mark.
+MARKED_CHOICE = re.compile(
+    rf"""
+    [(\s]* {STYLE} [(\s]* ([A-Za-z])   # `C`, `(C`, `\text{{C` or `\text{{(C`
+    \s* (?: [.:)}}] .* )?              # the end of brackets, or words: `)`, `}}` or `. Some words`
+    """,
+    re.DOTALL | re.VERBOSE,
 )
-# A choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`; and a choice in prose.
-STYLE = r"(?:\\(?:text|mathrm)(?:bf)?\s*\{|\\mathbf\s*\{)?"
-MARKED_CHOICE = re.compile(rf"[(\s]*{STYLE}[(\s]*([A-Za-z])\s*(?:[.:)}}].*)?", re.DOTALL)
-SAID_CHOICE = re.compile(rf"\b[Aa]nswer(?:\s+is)?\s*:?[\s*$(]*(?:(?:option|choice)\s+)?\(?{STYLE}([A-Z])(?![A-Za-z])")
-# Short formulas that sympy would never finish: 9^{9^9}, 2^123456, 123456!, \binom{10^9}{9}.
+# A choice in prose.
+SAID_CHOICE = re.compile(
+    rf"""
+    \b[Aa]nswer (?:\s+is)? \s* :?      # `The answer is` or `Answer:`
+    [\s*$(]*                           # ` **` or ` $(`
+    (?: (?:option|choice) \s+ )?
+    \(? {STYLE} ([A-Z]) (?![A-Za-z])   # `(B)`, and not `Because`
+    """,
+    re.VERBOSE,
+)
+
+# ------------------------------------------------------------------------------------------------ explosive formulas
+
+# Short formulas that sympy would never finish.
 EXPLOSIVE = re.compile(
-    r"(\^|(?<=[\d)}])\s*\*\*)[\s{(]*(\d+[\s)}]*(\^|\*\*)[\s{(]*\d|[-+]?\d[\d,]{4,})"
-    r"|(\d{5,}|[({][\d\s^*{}!]*[\d!}][)}])\s*!"
-    r"|binom\{[^{}]*(\d{5}|\^)"
+    r"""
+    (?: \^ | (?<=[\d)}]) \s*\*\* ) [\s{(]*            # a power: `9^{` or `9**(`
+    (?:
+        \d+ [\s)}]* (?: \^ | \*\* ) [\s{(]* \d        # of a power: `9^{9^9}`
+        | [-+]?\d[\d,]{4,}                            # with at least five digits: `2^123456`
+    )
+    | (?:
+        \d{5,}                                        # factorial of a large number: `123456!`
+        | [({] [\d\s^*{}!]* [\d!}] [)}]               # factorial of brackets: `(10^9)!`
+      )
+      \s*!
+    | binom \{ [^{}]* (?: \d{5} | \^ )                # `\binom{10^9}{9}`
+    """,
+    re.VERBOSE,
 )
 # Characters next to a match of `EXPLOSIVE` that belong to the same formula.
 FORMULA_CHARACTERS = "0123456789 \t+-*/^(){}!"
@@ -61,6 +168,9 @@ FORMULA_CHARACTERS = "0123456789 \t+-*/^(){}!"
 EXCLAMATION = re.compile(r"(?<=\d{5})!(?=[*\s]*(?:\Z|(?<=\s)[A-Z]))")
 # Replaces explosive formulas in prose. No gold answer equals it.
 STAND_IN = " 31415926535897932384626433832795 "
+
+# White space, full stops and the end of a formula, which may follow the mark at the end of a text: `$.` or `\]`.
+AFTER_MARK = re.compile(r"(?: \s | [.$] | \\[)\]] )*", re.VERBOSE)
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
@@ -102,7 +212,7 @@ def _marks(text: str) -> list[_Mark]:
         start_of_line = text.rfind("\n", 0, match.start()) + 1
         if HEADING.match(text, start_of_line) and match.end() < end_of_other_lines:
             continue
-        answer = match.group(1).strip()
+        answer = SMILEY.sub("", match.group(1).strip())
         marks.append(_Mark(match.start(), match.end(), answer, answer))
     for match in BOXED.finditer(text):
         depth = 1
@@ -134,7 +244,8 @@ def extract_answer(text: str) -> str | None:
     These do not count: a `\boxed{` that is never closed (in a truncated completion), a box with more than 500
     characters, a `####` at the end of a line, and a Markdown heading. A heading is a line such as `#### Step 1` or
     `#### 1. Add`: it begins with `####` and a word of at least three letters, maybe with a number before the word. It
-    counts as a heading only if a line without `####` follows. So `#### Paris` as the last line is an answer.
+    counts as a heading only if a line without `####` follows. So `#### Paris` as the last line is an answer. A smiley
+    at the end, as in `#### 42 :)`, does not belong to the answer.
 
     Args:
         text (`str`):
@@ -167,9 +278,9 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > 100:  # no reasonable number is that long
         return None
     # Use ASCII for the minus sign. Remove white space and currency signs at both ends, and full stops at the end.
-    text = re.sub(r"^(?:[\s$€£]|\\\$)+|(?:[\s.$€£]|\\\$)+$", "", text.replace("\u2212", "-"))
-    text = re.sub(r"^([-+])\s*(\\?\$|[€£])?\s*", r"\1", text)  # -$5
-    text = re.sub(r",\\!|\{,\}|\\[,!]", ",", text)  # LaTeX's thousands separators
+    text = AROUND_NUMBER.sub("", text.replace("\u2212", "-"))
+    text = AFTER_SIGN.sub(r"\1", text)
+    text = LATEX_COMMA.sub(",", text)
     if NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))
     fraction = FRACTION.fullmatch(text)
@@ -461,7 +572,7 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
         reward = 0.0
         if len(outer) == 1 and outer[0].answer:
             rest = text[outer[0].end :]
-            if re.fullmatch(r"(\s|[.$]|\\[)\]])*", rest):
+            if AFTER_MARK.fullmatch(rest):
                 reward = 1.0
         rewards.append(reward)
     return rewards

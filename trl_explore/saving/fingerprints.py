@@ -5,8 +5,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 NUM_PROBES = 256
 MOST_ROWS = 100_000  # the fingerprint of a data set uses at most this number of rows, evenly spaced
 ROWS_AT_ONCE = 1000
+MEDIA_PROBES = 16  # probes of an image or an audio file, evenly spaced
+PROBE_SIZE = 64  # bytes of a probe
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a prompt
 
 
@@ -75,7 +78,8 @@ def model_fingerprint(model: str, *, revision: str | None) -> str | None:
 
 
 def rows_fingerprint(rows: "Dataset") -> str:
-    """Return a digest of the rows of a data set. If there are more than 100,000, evenly spaced rows are taken."""
+    """Return a digest of the rows of a data set. If there are more than 100,000, evenly spaced rows are taken. Images,
+    audio and other byte strings are not decoded: their length and some of their bytes are taken."""
     return digest(_row_probes(rows))
 
 
@@ -85,8 +89,42 @@ def _row_probes(rows: "Dataset") -> Iterator[bytes]:
     yield str(len(rows)).encode()
     for start in range(0, len(rows), step * ROWS_AT_ONCE):
         places = range(start, min(start + step * ROWS_AT_ONCE, len(rows)), step)
-        for row in stored[places].to_pylist():
+        table = stored[places]
+        columns: dict[str, list[Any]] = {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if _holds_bytes(column.type):
+                columns[name] = [_without_media(value) for value in column]
+            else:
+                columns[name] = column.to_pylist()
+        for i in range(table.num_rows):
+            row = {name: values[i] for name, values in columns.items()}
             yield repr(row).encode()
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    """Return whether values of an Arrow type are or contain byte strings. Data sets store images and audio as such."""
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _without_media(value: pa.Scalar) -> Any:
+    """Return an Arrow value as a Python value, with the [`_probes`] of byte strings in their place."""
+    if not value.is_valid or not _holds_bytes(value.type):
+        return value.as_py()
+    if isinstance(value, pa.StructScalar):
+        return {name: _without_media(part) for name, part in value.items()}
+    if isinstance(value, pa.ListScalar):
+        return [_without_media(part) for part in value.values]
+    return _probes(value.as_buffer())
+
+
+def _probes(content: pa.Buffer) -> tuple[int, list[bytes]]:
+    """Return the size of a byte string and some of its bytes, which include the first and the last. If it has at most
+    1024 bytes, these are all of them. Bytes between probes are not copied."""
+    last = max(0, content.size - PROBE_SIZE)  # position of the last probe
+    starts = [last * i // (MEDIA_PROBES - 1) for i in range(MEDIA_PROBES)]
+    return content.size, [content[start : start + PROBE_SIZE].to_pybytes() for start in starts]
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
