@@ -40,7 +40,6 @@ from world import (
 
 from trl_explore.chains.influence import forward_influence, step_attention
 from trl_explore.chains.reading import AttentionReader
-from trl_explore.chains.values import token_advantages
 from trl_explore.trainers import AttnRLConfig, AttnRLTrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.2)
@@ -50,10 +49,10 @@ SETTINGS = {
     "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
     "lora, beta": dict(peft_config=LORA, beta=0.1),
     "two rewards": dict(reward_funcs=[contains_answer, some_letter], reward_weights=[1.0, 0.5]),
-    "shared prefixes": dict(shared_prefix_training="on"),
 }
 TINY_STEPS = TINY["attn_rl"].options
 SIZE = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, vocab_size=29)
+HYBRID = Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], num_hidden_layers=2)
 
 
 def batch(folder, **options):
@@ -78,21 +77,22 @@ def reader(folder, *, layers=None, distance=1, model=None):
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-def test_without_forks_it_is_grpo_bit_for_bit(tmp_path, options):
-    plain = {name: value for name, value in options.items() if name != "shared_prefix_training"}
-    if plain == options:
-        expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
-        got, log = trained(AttnRLTrainer, AttnRLConfig, tmp_path, num_forks=0, **options)
-        assert_same(got, expected)
-        assert not any(key.startswith(("branch", "steps")) for entry in log for key in entry)
+def test_without_forks_it_is_grpo_bit_for_bit_and_forks_change_what_is_learned(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    neutral, log = trained(AttnRLTrainer, AttnRLConfig, tmp_path, num_forks=0, **options)
+    assert_same(neutral, expected)
+    assert not any(key.startswith(("branch", "steps")) for entry in log for key in entry)
+    check_that_forks_act(tmp_path, expected, **options)
 
 
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-def test_forks_change_what_is_learned(tmp_path, options):
-    plain = {name: value for name, value in options.items() if name != "shared_prefix_training"}
-    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **plain)
-    got, log = trained(AttnRLTrainer, AttnRLConfig, tmp_path, **TINY_STEPS, **options)
-    assert differ(got, expected) and all(value.isfinite().all() for value in got.values())
+def test_forks_change_what_is_learned_with_shared_prefixes(tmp_path):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path)
+    check_that_forks_act(tmp_path, expected, shared_prefix_training="on")
+
+
+def check_that_forks_act(folder, without, **options):
+    got, log = trained(AttnRLTrainer, AttnRLConfig, folder, **TINY_STEPS, **options)
+    assert differ(got, without) and all(value.isfinite().all() for value in got.values())
     assert log[0]["branch/sampled_tokens"] > 0 and log[0]["steps/influence"] > 0
 
 
@@ -159,29 +159,24 @@ UNREADABLE = {
     "state space": (
         MambaForCausalLM,
         MambaConfig(vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1, time_step_rank=2),
-        "MambaForCausalLM shows no attention in the layers that are read",
     ),
     "another interface": (
         GPTNeoForCausalLM,
         GPTNeoConfig(vocab_size=29, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
-        "GPTNeoForCausalLM shows no attention in the layers that are read",
     ),
-    "layers without attention": (
-        Lfm2ForCausalLM,
-        Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], num_hidden_layers=2),
-        "Lfm2ForCausalLM shows no attention in the layers that are read",
-    ),
+    "layers without attention": (Lfm2ForCausalLM, HYBRID),
 }
 
 
-@pytest.mark.parametrize("model_class, config, reason", UNREADABLE.values(), ids=UNREADABLE)
-def test_models_whose_attention_cannot_be_read_are_refused_with_the_reason(tmp_path, model_class, config, reason):
+@pytest.mark.parametrize("model_class, config", UNREADABLE.values(), ids=UNREADABLE)
+def test_models_whose_attention_cannot_be_read_are_refused_with_the_reason(tmp_path, model_class, config):
+    reason = f"{model_class.__name__} shows no attention in the layers that are read"
     with pytest.raises(ValueError, match=f"{reason}.*use TreeRLTrainer"):
         make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, model=model_class(config), attention_layers=[0, 1])
 
 
 def test_other_families_are_read(tmp_path):
-    models = LlamaForCausalLM(LlamaConfig(**SIZE, num_hidden_layers=2)), Lfm2ForCausalLM(UNREADABLE_HYBRID)
+    models = LlamaForCausalLM(LlamaConfig(**SIZE, num_hidden_layers=2)), Lfm2ForCausalLM(HYBRID)
     for model in models:
         found, _ = reader(tmp_path, model=model)
         assert found.influence([[5, 6, 7, 8]], [[(0, 1), (1, 2), (2, 3), (3, 4)]])[0][1] > 0
@@ -194,9 +189,6 @@ def test_a_finished_trainer_leaves_memory(tmp_path):
     del trainer
     gc.collect()
     assert alive() is None  # transformers' table of attention functions refers to no trainer
-
-
-UNREADABLE_HYBRID = Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], num_hidden_layers=2)
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -247,14 +239,11 @@ def test_without_adaptive_sampling_all_chains_are_forked(tmp_path):
 def test_controls_fork_as_many_steps_elsewhere(tmp_path, selection):
     trainer, _ = batch(tmp_path, reward_funcs=never)
     control, _ = batch(tmp_path, reward_funcs=never, fork_selection=selection)
-    assert [[len(own) for own in tree] for tree in forks(control)] == [
-        [len(own) for own in tree] for tree in forks(trainer)
-    ]
-    assert forks(control) != forks(trainer)
+    found, expected = ([[len(own) for own in tree] for tree in forks(t)] for t in (control, trainer))
+    assert found == expected and forks(control) != forks(trainer)
     if selection == "uncertain":
-        for tree, cuts, found in zip(
-            control.branch_explorer.trees, control.branch_explorer.steps.cuts, forks(control), strict=True
-        ):
+        explorer = control.branch_explorer
+        for tree, cuts, found in zip(explorer.trees, explorer.steps.cuts, forks(control), strict=True):
             for leaf, cut, own in zip(tree.leaves[:4], cuts, found, strict=True):
                 assert own == sorted(sorted(cut.starts[1:], key=leaf.logprobs.__getitem__)[:2])
 
@@ -282,38 +271,20 @@ def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
             assert all(0 < start <= first for start in own)
 
 
-def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path):
-    trainer, output = batch(tmp_path)
-    _, totals, _ = trainer.stream_training.prepared["branch"]
-    assert totals.num_rows == sum(len(tree.leaves) for tree in trainer.branch_explorer.trees) > 8
-    for tree in trainer.branch_explorer.trees:
-        for chain, expected in enumerate(token_advantages(tree.leaves)[:4]):
-            assert output["advantages"][tree.row + chain, : len(expected)].tolist() == pytest.approx(expected)
-
-
-def test_only_unsolved_prompts_may_be_explored(tmp_path):
-    trainer, _ = batch(tmp_path, explore_prompts="unsolved", per_device_train_batch_size=16)
-    solved = trainer.scorer.totals().view(-1, 4).amax(dim=1) > 0
-    assert [tree.row // 4 for tree in trainer.branch_explorer.trees] == (~solved).nonzero().squeeze(1).tolist()
-
-
 # --------------------------------------------------------------------------------------------------------------- state
 
 
 @pytest.mark.parametrize("selection", ["attention", "random"])
 def test_it_resumes_bit_for_bit_in_the_middle_of_a_generation(tmp_path, selection):
-    options = dict(TINY_STEPS, fork_selection=selection, reward_funcs=always, num_iterations=2)
-    options |= dict(steps_per_generation=2, max_steps=7, beta=0.1, reward_funcs=[always, contains_answer])
-    options |= dict(success_reward="always")
+    options = dict(TINY_STEPS, fork_selection=selection, num_iterations=2, steps_per_generation=2, max_steps=7)
+    options |= dict(beta=0.1, reward_funcs=[always, contains_answer], success_reward="always")
     whole = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, save_strategy="steps", save_steps=3, **options)
     whole.train()
     again = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same(parameters(again), parameters(whole))
-    assert (
-        again.branch_explorer.steps.state() == whole.branch_explorer.steps.state()
-        and whole.branch_explorer.steps.number > 0
-    )
+    assert again.branch_explorer.steps.state() == whole.branch_explorer.steps.state()
+    assert whole.branch_explorer.steps.number > 0
 
 
 @pytest.mark.slow
@@ -339,16 +310,11 @@ REFUSED = {
     "`influence_quantile=1.5` must be in [0, 1]": dict(influence_quantile=1.5),
     "`step_length=0` must be at least 1 token, or None": dict(step_length=0),
     "`step_delimiters=[]` must hold non-empty texts": dict(step_delimiters=[]),
-    "`fork_until=['']` must hold no empty text": dict(fork_until=[""]),
     "`attention_layers=[3, 3]` must hold the first layer": dict(attention_layers=[3, 3]),
     "`attention_layers=[4]` must hold the first layer": dict(attention_layers=[4]),
     "`attention_layers=[1, 2]` begins after the 1 layers of Qwen2ForCausalLM": dict(attention_layers=[1, 2]),
     "`branches_per_fork=100000` can sample": dict(branches_per_fork=100_000),
     "`advantage='pkpo'` has no effect, because the values of a tree are the advantages": dict(advantage="pkpo"),
-    "`count_bonus=0.5` has no effect": dict(count_bonus=0.5),
-    "`multi_objective_aggregation='normalize_then_sum'` has no meaning for a tree": dict(
-        multi_objective_aggregation="normalize_then_sum"
-    ),
     "`budget='vip'` gives prompts unequally many rows": dict(budget="vip"),
 }
 

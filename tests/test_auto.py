@@ -3,7 +3,6 @@
 Hints and replay have tests of their own, in `test_hints_and_replay.py`.
 """
 
-import itertools
 import re
 from dataclasses import replace
 from random import Random
@@ -110,6 +109,8 @@ def test_the_source_with_the_most_contrast_per_token_is_chosen(best):
 
 
 def test_equally_good_sources_share_the_prompts_and_little_evidence_is_tried():
+    unknown = Estimates(["tree"], discount=1.0, min_share=0.0)
+    assert set(unknown.choose([["tree"]] * 50, random=Random(1))) == {PLAIN, "tree"}
     counts = chosen(dict.fromkeys([PLAIN, "tree", "pivots"], 0.001))
     assert min(counts.values()) > 90
     # Ten groups with contrast against five: the worse one is still tried now and then.
@@ -127,23 +128,6 @@ def test_an_explorer_without_rows_is_as_attractive_as_fresh_prompts():
     estimates.add("tree", contrast=1, tokens=200)
     draws = [estimates._draw("tree", random) for _ in range(4000)]
     assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
-
-
-def test_without_any_rows_there_is_a_choice():
-    assert set(Estimates(["tree"], discount=1.0, min_share=0.0).choose([["tree"]] * 50, random=Random(1))) == {
-        PLAIN,
-        "tree",
-    }
-
-
-def test_old_contrast_is_forgotten():
-    estimates = Estimates(["tree"], discount=0.5, min_share=0.0)
-    estimates.add(PLAIN, contrast=100, tokens=10_000)
-    estimates.add("tree", contrast=1000, tokens=10_000)
-    assert estimates.choose([["tree"]] * 50, random=Random(0)).count("tree") == 50
-    for _ in range(12):
-        estimates.add("tree", contrast=0, tokens=10_000)
-    assert estimates.choose([["tree"]] * 50, random=Random(0)).count("tree") == 0
 
 
 def test_a_share_of_one_always_explores_at_random_and_a_smaller_one_sometimes():
@@ -165,8 +149,11 @@ def test_prompts_that_are_explored_in_any_case_are_no_evidence_about_exploring(t
     estimates = Estimates(["tree"], discount=1.0, min_share=1.0)
     estimates.choose([["tree"], [], ["tree"]], random=Random(0))
     assert (estimates.num_unsolved, estimates.num_compared, estimates.num_preferred) == (3, 0, 0)
-    make_trainer(*AUTO, tmp_path, reward_funcs=never, **ALWAYS).train()
-    assert not [warning for warning in recwarn if "explored almost nothing" in str(warning.message)]
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], explore_min_share=1.0)
+    trainer.train()
+    estimates = trainer.branch_explorer.estimates
+    assert estimates.num_unsolved > 0 and estimates.num_compared == estimates.num_preferred == 0
+    assert not [warning for warning in recwarn if "explore='auto'" in str(warning.message)]
 
 
 def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows():
@@ -177,15 +164,6 @@ def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows
     again.load_state_dict(estimates.state_dict())
     assert again.state_dict()["sums"] == {PLAIN: [0.0, 0.0], "tree": [2, 30], "pivots": [0.0, 0.0]}
     assert again.num_unsolved == again.num_compared == 3
-
-
-def test_random_choices_are_no_comparisons(tmp_path, recwarn):
-    """A run that explores every unsolved prompt does not say that nothing was worth exploring."""
-    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], explore_min_share=1.0)
-    trainer.train()
-    estimates = trainer.branch_explorer.estimates
-    assert estimates.num_unsolved > 0 and estimates.num_compared == estimates.num_preferred == 0
-    assert not [warning for warning in recwarn if "explore='auto'" in str(warning.message)]
 
 
 # ------------------------------------------------------------------------------------------------- a generation batch
@@ -207,7 +185,7 @@ def test_each_explorer_adds_rows_for_unsolved_prompts(name, tmp_path):
 
 def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
-    asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0, "solved": 0, "prompts": 0}
+    asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0}
     trainer.branch_explorer.estimates.discount = 1.0
     for _ in range(6):
         one_batch(trainer)
@@ -223,12 +201,12 @@ def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_
             assert found.num_prompts == len(groups) == int((rewards.amax(dim=1) < 1).sum())
             solved = trainer._metrics["train"]["explore/solved/resample"][-1]
             assert solved == (groups.amax(dim=1) == 1).float().mean()
+            centred = groups - groups.mean(dim=1, keepdim=True)
+            expected = centred / (groups.std(dim=1, keepdim=True) + 1e-4)  # GRPO's advantages
+            torch.testing.assert_close(found.scored.rows["advantages"], expected.flatten())
     sums = trainer.branch_explorer.estimates.sums
-    assert (
-        sums[PLAIN].contrast == pytest.approx(asked["plain"])
-        and asked["plain"] > 0
-        and sums[PLAIN].tokens == asked["plain tokens"]
-    )
+    assert sums[PLAIN].contrast == pytest.approx(asked["plain"]) and asked["plain"] > 0
+    assert sums[PLAIN].tokens == asked["plain tokens"]
     assert sums["resample"].contrast == pytest.approx(asked["contrast"]) and asked["contrast"] > 0
     assert sums["resample"].tokens == asked["tokens"]
     rate = trainer._metrics["train"]["explore/contrast_per_token/resample"][-1]
@@ -305,19 +283,6 @@ def test_prompts_without_any_reward_are_not_explored(tmp_path):
     assert found.num_prompts == 1 and set(found.branches.rows.parents) == {0}
 
 
-def test_rows_of_an_added_group_have_grpos_advantages(tmp_path):
-    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
-    seen = 0
-    for _ in range(6):
-        one_batch(trainer)
-        for found in trainer.branching.results:
-            rewards = found.scored.rewards.view(-1, 4)
-            expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
-            torch.testing.assert_close(found.scored.rows["advantages"], expected.flatten())
-            seen += int(rewards.any())
-    assert seen
-
-
 @pytest.mark.parametrize("options", [dict(advantage="maxrl"), dict(advantage="pkpo", passk_k=2)], ids=str)
 def test_another_process_may_have_all_groups_to_resample(tmp_path, options):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
@@ -349,6 +314,10 @@ def test_the_loss_of_an_explorer_weighs_as_much_as_its_share_of_the_prompts(tmp_
     for found in trainer.branching.results:
         name = found.explorer.stream.removeprefix("explored_")
         assert trainer.branching.streams()[found.explorer.stream][1] == min(1.0, 4 * shares[name])
+    # Rows that are compared with GRPO's rows share its mean.
+    trainer = make_trainer(*AUTO, tmp_path, explorers=["replay"])
+    (explorer,) = trainer.branch_explorer.explorers.values()
+    assert trainer.branch_explorer.weight_of(explorer) is None
 
 
 def one_unsolved(completion_ids, prompts, **columns):
@@ -396,12 +365,6 @@ def test_prompts_that_only_fill_up_a_round_are_neither_explored_nor_counted(tmp_
     assert 0 < trainer.branch_explorer.estimates.sums[PLAIN].tokens < tokens
 
 
-def test_rows_that_are_compared_with_grpos_rows_share_its_mean(tmp_path):
-    trainer = make_trainer(*AUTO, tmp_path, explorers=["replay"])
-    (explorer,) = trainer.branch_explorer.explorers.values()
-    assert trainer.branch_explorer.weight_of(explorer) is None
-
-
 # ---------------------------------------------------------------------------------------------------------- reductions
 
 REDUCTIONS = {
@@ -419,22 +382,14 @@ def in_turn(cases, fast):
 
 
 @pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
-def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, case):
+def test_without_explorers_or_anything_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, case, monkeypatch):
     options = REDUCTIONS[case]
-    found, log = trained(*AUTO, tmp_path, explorers=[], **options)
     expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
-    assert_same(found, expected)
-    assert_logged_as(log, plain_log)
-
-
-@pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
-def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, case, monkeypatch):
-    options = REDUCTIONS[case]
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
-    found, log = trained(*AUTO, tmp_path, explorers=["tree", "pivots", "resample", "replay"], **options)
-    expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
-    assert_same(found, expected)
-    assert_logged_as(log, plain_log)
+    for explorers in ([], ["tree", "pivots", "resample", "replay"]):
+        found, log = trained(*AUTO, tmp_path, explorers=explorers, **options)
+        assert_same(found, expected)
+        assert_logged_as(log, plain_log)
     assert {entry.get("explore/share/tree", 0) for entry in log} == {0}
     assert any("explore/share/tree" in entry for entry in log)
 
@@ -446,38 +401,24 @@ def test_solved_prompts_are_not_explored(tmp_path):
     assert_logged_as(log, plain_log)
 
 
-@pytest.mark.parametrize("name", ["tree", "pivots", "sketches", "resample"])
-def test_exploring_does_not_change_what_grpo_samples_next(tmp_path, name):
-    sampled = []
-    for options in ({}, dict(explorers=[name], explorer_options=OPTIONS, explore_min_share=1.0)):
-        cls, config = AUTO if options else PLAIN_GRPO
-        texts = []
-
-        def seen(completions, completion_ids, texts=texts, **columns):
-            texts.append(completion_ids)
-            return hard(completions, completion_ids)
-
-        trainer = make_trainer(cls, config, tmp_path, reward_funcs=seen, learning_rate=0.0, **options)
-        trainer.train()
-        sampled.append([asked for asked in texts if len(asked) == 8])
-        if options:
-            assert any(entry.get(f"explore/share/{name}") for entry in trainer.state.log_history)
-            main = [asked for asked in texts if asked in sampled[0]]
-            assert main == sampled[0]
-
-
-def test_explored_rows_are_trained(tmp_path):
-    def of_more_than_eight(completions, completion_ids, **columns):
-        """The main rows fail. Of other rows, some succeed."""
-        calls.append(len(completions))
-        if len(calls) % 2:
-            return [0.0] * len(completions)
-        return [float(ids[0] % 2) for ids in completion_ids]
-
+def judged(trainer_and_config, folder, **options):
+    """The completions of every call of a reward function, in a run that learns nothing, and its log."""
     calls = []
-    found, log = trained(*AUTO, tmp_path, reward_funcs=of_more_than_eight, explorers=["resample"], **ALWAYS)
-    plain, _ = trained(*PLAIN_GRPO, tmp_path, reward_funcs=never)
-    assert differ(found, plain) and all(entry["explore/contrast_per_token/resample"] > 0 for entry in log[:-1])
+
+    def noting(completions, completion_ids, **columns):
+        calls.append(completion_ids)
+        return hard(completions, completion_ids)
+
+    _, log = trained(*trainer_and_config, folder, reward_funcs=noting, learning_rate=0.0, **options)
+    return calls, log
+
+
+def test_exploring_does_not_change_what_grpo_samples_next(tmp_path):
+    plain, _ = judged(PLAIN_GRPO, tmp_path)
+    for name in ("tree", "pivots", "sketches", "resample"):
+        calls, log = judged(AUTO, tmp_path, explorers=[name], **ALWAYS)
+        assert any(entry.get(f"explore/share/{name}") for entry in log)
+        assert [completions for completions in calls if completions in plain] == plain, name
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
@@ -490,10 +431,10 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, options):
-    options = {**ALWAYS, "explore_min_share": 0.7, "explorers": ["tree", "pivots", "resample"], **options}
-    options |= dict(reward_funcs=hard)
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, case):
+    options = dict(ALWAYS, explore_min_share=0.7, explorers=["tree", "pivots", "resample"], reward_funcs=hard)
+    options |= RESUMED[case]
     whole = make_trainer(*AUTO, tmp_path, save_strategy="steps", save_steps=3, **options)
     whole.train()
     again = make_trainer(*AUTO, tmp_path, **options)
@@ -722,49 +663,16 @@ BAD = {
         dict(explorer_options={"trees": {}}),
         "`explorer_options`: unknown explorer 'trees'; did you mean 'tree'",
     ),
-    "unknown option": (
-        dict(explorer_options={"tree": {"expansion_widht": 4}}),
-        r"`explorer_options\['tree'\]`: unknown field 'expansion_widht'; did you mean 'expansion_width'",
-    ),
-    "a shared field": (
-        dict(explorer_options={"tree": {"temperature": 0.5}}),
-        r"`explorer_options\['tree'\]`: `temperature` is a field of the trainer: set it there",
-    ),
-    "a shared field of ours": (
-        dict(explorer_options={"tree": {"success_threshold": 0.5}}),
-        "`success_threshold` is a field of the trainer",
-    ),
-    "a field of one trainer": (
-        dict(explorer_options={"pivots": {"deferred_branching": True}}),
-        "`deferred_branching` cannot be set for one explorer of several: leave it out",
-    ),
-    "a file of one trainer": (
-        dict(explorer_options={"tree": {"replay_buffer": True}}),
-        "`replay_buffer` cannot be set for one explorer of several: leave it out",
-    ),
-    "a wrong value": (
-        dict(explorer_options={"pivots": {"num_branches": 1}}),
-        r"`explorer_options\['pivots'\]`: `num_branches=1` must be at least 2",
-    ),
     "options of an explorer that is not used": (
         dict(explorers=["tree"], explorer_options={"pivots": {"num_branch": 3}}),
         r"`explorer_options\['pivots'\]`: unknown field 'num_branch'; did you mean 'num_branches'",
     ),
-    "a wrong type": (
-        dict(explorer_options={"pivots": {"num_branches": "3"}}),
-        r"`explorer_options\['pivots'\]`: `num_branches='3'` has the wrong type: give a value of type `int`",
-    ),
-    "a fraction": (dict(explorer_options={"pivots": {"num_branches": 2.5}}), "`num_branches=2.5` has the wrong type"),
-    "True": (dict(explorer_options={"tree": {"expansion_width": True}}), "`expansion_width=True` has the wrong type"),
-    "None": (dict(explorer_options={"tree": {"expansion_width": None}}), "`expansion_width=None` has the wrong type"),
     "options that are a text": (dict(explorer_options="tree"), "`explorer_options='tree'` must be a dictionary"),
-    "options that are a list": (dict(explorer_options=["tree"]), r"`explorer_options=\['tree'\]` must be a diction"),
     "options of one that are a number": (
         dict(explorer_options={"tree": 4}),
         r"`explorer_options\['tree'\]` is 4: give a dictionary of fields",
     ),
     "discount of 0": (dict(explore_discount=0.0), r"`explore_discount=0.0` must be in \(0, 1\]"),
-    "discount above 1": (dict(explore_discount=1.5), "`explore_discount=1.5` must be"),
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "environment state": (dict(environment_state="kept"), "`environment_state`: unknown value 'kept'"),
@@ -791,6 +699,27 @@ def test_what_cannot_work_is_one_clear_error_before_the_model_is_loaded(tmp_path
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message) as caught:
         make_trainer(*AUTO, tmp_path, model="there-is/no-such-model", **options)
+    assert str(caught.value).count("\n") == 0
+
+
+BAD_OPTIONS = {
+    ("tree", "expansion_widht", 4): "unknown field 'expansion_widht'; did you mean 'expansion_width'",
+    ("tree", "temperature", 0.5): "`temperature` is a field of the trainer: set it there",
+    ("tree", "success_threshold", 0.5): "`success_threshold` is a field of the trainer",
+    ("pivots", "deferred_branching", True): "`deferred_branching` cannot be set for one explorer of several: leave it",
+    ("tree", "replay_buffer", True): "`replay_buffer` cannot be set for one explorer of several: leave it out",
+    ("pivots", "num_branches", 1): "`num_branches=1` must be at least 2",
+    ("pivots", "num_branches", "3"): "`num_branches='3'` has the wrong type: give a value of type `int`",
+    ("tree", "expansion_width", True): "`expansion_width=True` has the wrong type",
+    ("tree", "expansion_width", None): "`expansion_width=None` has the wrong type",
+}
+
+
+@pytest.mark.parametrize(("name", "field", "value"), BAD_OPTIONS)
+def test_a_wrong_option_of_an_explorer_is_one_clear_error(tmp_path, name, field, value):
+    message = re.escape(f"`explorer_options['{name}']`: ") + BAD_OPTIONS[name, field, value]
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(*AUTO, tmp_path, model="there-is/no-such-model", explorer_options={name: {field: value}})
     assert str(caught.value).count("\n") == 0
 
 
@@ -837,23 +766,8 @@ def test_options_follow_a_callback_that_changes_shared_fields(tmp_path):
     trainer.args.sampling_batch_size, trainer.args.success_threshold = 3, 0.5
     one_batch(trainer)
     own = trainer.branch_explorer.options["pivots"].args
-    assert (
-        own.sampling_batch_size == 3 and own.success_threshold == 0.5 and own.num_branches == 3 and own.explore is None
-    )
-
-
-def test_every_pair_of_default_explorers_logs_under_its_own_name(tmp_path):
-    trainer = make_trainer(*AUTO, tmp_path, explorer_options=OPTIONS)
-    streams = [explorer.stream for explorer in trainer.branch_explorer.explorers.values()]
-    assert streams == ["explored_tree", "explored_pivots"]
-    names = [re.sub("explored_", "", stream) for stream in streams]
-    assert all(first != second for first, second in itertools.combinations(names, 2))
-
-
-def test_options_of_explorers_may_be_json_as_on_the_command_line():
-    text = '{"tree": {"expansion_width": 2}}'
-    config = AutoExploreConfig("out", use_cpu=True, bf16=False, explorer_options=text)
-    assert config.explorer_options == {"tree": {"expansion_width": 2}}
+    assert own.sampling_batch_size == 3 and own.success_threshold == 0.5
+    assert own.num_branches == 3 and own.explore is None
 
 
 def test_with_a_success_reward_a_format_reward_is_no_contrast(tmp_path):

@@ -11,7 +11,7 @@ from commands import EXAMPLES
 from test_branpo import Voice, says
 from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer
-from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, tiny_methods, trained
+from world import always, assert_same, make_trainer, never, one_batch, parameters, tiny_methods, trained
 
 from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
@@ -82,7 +82,7 @@ def test_branches_keep_a_half_of_a_failed_completion_and_train_the_rest(tmp_path
     assert trainer.changed_hooks == ["search", "extra_streams"] and trainer.trains_further_rows
 
 
-def test_only_chosen_prompts_are_explored(tmp_path):
+def test_only_chosen_prompts_are_explored_and_the_choice_may_change(tmp_path):
     def odd(completions, **columns):
         return [float(len(completion) % 2) for completion in completions]
 
@@ -92,6 +92,10 @@ def test_only_chosen_prompts_are_explored(tmp_path):
     solved = (trainer.scorer.success().view(-1, 4) >= 1).any(dim=1)
     expected = [row for row in range(8) if not solved[row // 4]]
     assert [branch.row for branch in trainer.branch_explorer.sampled] == expected
+    trainer.args.explore_prompts = "all"
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert len(trainer.branch_explorer.sampled) == 8
 
 
 @pytest.mark.parametrize("method", ["deep_grpo", "branpo", "tree_rl", "attn_rl", "agent_tree_grpo"])
@@ -109,13 +113,21 @@ def test_prompts_that_only_fill_up_a_round_get_no_branches(tmp_path, method):
 
 
 def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):
-    numbers = [0.5 * row for row in range(8)]
-    trainer = make_trainer(of(dict(advantages=numbers, main_advantages={3: -2.0})), ExplorationConfig, tmp_path)
+    numbers, mine = [0.5 * row for row in range(8)], {3: -2.0}
+    trainer = make_trainer(of(dict(advantages=numbers, main_advantages=mine)), ExplorationConfig, tmp_path)
+    explorer = trainer.branch_explorer
     output = one_batch(trainer)
     assert trainer.branching.results[0].scored.rows["advantages"].tolist() == numbers
     assert output["advantages"].dim() == 1 and output["advantages"][3] == -2.0
 
-    explorer = trainer.branch_explorer
+    # Tensors and NumPy values are numbers. A subclass sees the credit, and may change it.
+    explorer.changes = dict(advantages=torch.arange(8.0), main_advantages={np.int64(2): np.float32(1.5)})
+    own = trainer.assign_advantages
+    trainer.assign_advantages = lambda output: 2 * own(output)
+    output = one_batch(trainer)
+    trainer.assign_advantages = own
+    assert trainer.branching.results[0].scored.rows["advantages"].tolist() == list(range(8))
+    assert output["advantages"][2] == 3.0
 
     def per_token(groups):
         branches = OneBranchEach.explore(explorer, groups)
@@ -164,15 +176,6 @@ def test_rounding_and_masked_rows_are_no_credit():
     assert credited.tolist() == [False, True, False, False]
 
 
-def test_a_subclass_sees_the_explorers_credit_and_may_change_it(tmp_path):
-    class Doubled(of(dict(main_advantages={2: 3.0}))):
-        def assign_advantages(self, output):
-            return 2 * super().assign_advantages(output)
-
-    output = one_batch(make_trainer(Doubled, ExplorationConfig, tmp_path))
-    assert output["advantages"][2] == 6.0
-
-
 def test_its_rows_are_trained_and_its_state_is_saved(tmp_path):
     class Counting(OneBranchEach):
         count = 0
@@ -191,15 +194,14 @@ def test_its_rows_are_trained_and_its_state_is_saved(tmp_path):
         def make_branch_explorer(self):
             return Counting(self, self.make_forks(), self.scorer)
 
-    found, log = trained(Counted, ExplorationConfig, tmp_path, reward_funcs=never, max_steps=2, save_steps=1)
-    plain, _ = trained(GRPOTrainer, GRPOConfig, tmp_path / "plain", reward_funcs=never, max_steps=2)
-    assert "branch/reward" in log[0]
-    assert not differ(found, plain)  # rewards are equal, so nothing is learned
     options = dict(reward_funcs=never, max_steps=2, save_steps=1, save_strategy="steps")
-    whole = make_trainer(Counted, ExplorationConfig, tmp_path / "run", **options)
+    whole = make_trainer(Counted, ExplorationConfig, tmp_path, **options)
+    before = parameters(whole)
     whole.train()
-    again = make_trainer(Counted, ExplorationConfig, tmp_path / "run", **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert "branch/reward" in whole.state.log_history[0]
+    assert_same(parameters(whole), before)  # rewards are equal, so nothing is learned
+    again = make_trainer(Counted, ExplorationConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert again.branch_explorer.count == whole.branch_explorer.count > 0
     assert_same(parameters(again), parameters(whole))
 
@@ -252,7 +254,9 @@ def wrong_for_an_agent(folder, explore):
     return make_agent_of(Trainer, ExplorationConfig, folder)
 
 
-def test_branches_of_an_agent_are_judged_before_they_are_rows(tmp_path, monkeypatch):
+def test_branches_of_an_agent_need_rewards_before_they_are_rows_and_states_before_they_are_continued(
+    tmp_path, monkeypatch
+):
     says(Voice(0.3), monkeypatch.setattr)
 
     def not_judged(explorer, groups):
@@ -260,16 +264,11 @@ def test_branches_of_an_agent_are_judged_before_they_are_rows(tmp_path, monkeypa
         branches = explorer.forks.sample_branches([Fork(trajectory, turn=0, number=1)])
         return Branches(explorer.forks.rows(branches, group_size=1, trains_prefixes=False))
 
-    with pytest.raises(ValueError, match="Branches of an agent have no rewards: call `self.forks.judge"):
-        one_batch(wrong_for_an_agent(tmp_path, not_judged))
-
-
-def test_branches_of_branches_need_their_states(tmp_path, monkeypatch):
-    says(Voice(0.3), monkeypatch.setattr)
-
     def again(explorer, groups):
         explorer.forks.sample_branches([Fork(explorer.sampled[0].as_trajectory(), turn=0, number=1)])
 
+    with pytest.raises(ValueError, match="Branches of an agent have no rewards: call `self.forks.judge"):
+        one_batch(wrong_for_an_agent(tmp_path, not_judged))
     with pytest.raises(ValueError, match=r"make_agent_forks\(keep_states=True\)"):
         one_batch(wrong_for_an_agent(tmp_path, again))
 
@@ -284,40 +283,36 @@ def test_an_agent_has_one_engine(tmp_path):
         make_agent_of(Two, ExplorationConfig, tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [(0, 1), None], ids=str)
-def test_what_is_no_fork_is_refused(tmp_path, wrong):
+def test_what_is_no_fork_is_refused(tmp_path):
     forks = make_trainer(OneEach, ExplorationConfig, tmp_path).branch_explorer.forks
-    with pytest.raises(TypeError, match="`sample_branches` got .*: give a list of `Fork`"):
-        forks.sample_branches([wrong])
+    for wrong in ((0, 1), None):
+        with pytest.raises(TypeError, match="`sample_branches` got .*: give a list of `Fork`"):
+            forks.sample_branches([wrong])
 
 
-def test_an_agents_explorer_needs_the_turns(tmp_path, monkeypatch):
+def test_an_agents_explorer_needs_the_turns(tmp_path):
     class NoTurns(LastTurns):
-        requires = Requires(tools=True)
+        pass
 
-    NoTurns.requires = Requires(tools=True)
+    NoTurns.requires = Requires(tools=True)  # in its body, it would be added to that of `LastTurns`
     with pytest.raises(ValueError, match="NoTurns samples branches of an agent.*`requires = Requires"):
         make_agent_of(NoTurns, ExplorationConfig, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_fork_that_is_no_place_of_the_policy_is_refused(tmp_path):
+    completion = Trajectory(0, {"prompt": "p"}, [3], [5, 6, 7, 8, 9], loss_mask=[1, 1, 0, 1, 1])
+    forks = make_trainer(OneEach, ExplorationConfig, tmp_path).branch_explorer.forks
+    forks.trajectories = [completion]
+    for options, message in (
         (dict(turn=2), r"`Fork\(turn=2\)`: the completion has the turns 0 to 1"),
         (dict(turn=-1), "the turns 0 to 1"),
         (dict(turn=0, start=2), r"`Fork\(turn=0, start=2\)`: this turn has the tokens 0 to 1"),
         (dict(turn=1, start=2), "this turn has the tokens 3 to 4"),
         (dict(turn=1, start=5), "this turn has the tokens 3 to 4"),
         (dict(turn=1, number=0), r"`Fork\(number=0\)`: sample at least one branch"),
-    ],
-)
-def test_a_fork_that_is_no_place_of_the_policy_is_refused(tmp_path, options, message):
-    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path)
-    completion = Trajectory(0, {"prompt": "p"}, [3], [5, 6, 7, 8, 9], loss_mask=[1, 1, 0, 1, 1])
-    forks = trainer.branch_explorer.forks
-    forks.trajectories = [completion]
-    with pytest.raises(ValueError, match=message):
-        forks.sample_branches([Fork(completion, **{"number": 1, **options})])
+    ):
+        with pytest.raises(ValueError, match=message):
+            forks.sample_branches([Fork(completion, **{"number": 1, **options})])
 
 
 class Both(OneEach):
@@ -330,31 +325,6 @@ def test_a_branch_explorer_continues_the_rows_of_an_explorer(tmp_path):
     one_batch(trainer)
     assert len(trainer.branch_explorer.sampled) == 8 and trainer.exploration.batch.replaces_main_rows
     assert [branch.origin.completion_ids for branch in trainer.branch_explorer.sampled] == trainer.main_completion_ids
-
-
-def test_tensors_and_numpy_values_are_numbers(tmp_path):
-    changes = dict(advantages=torch.arange(8.0), main_advantages={np.int64(2): np.float32(1.5)})
-    trainer = make_trainer(of(changes), ExplorationConfig, tmp_path)
-    output = one_batch(trainer)
-    assert (
-        trainer.branching.results[0].scored.rows["advantages"].tolist() == list(range(8))
-        and output["advantages"][2] == 1.5
-    )
-
-
-def test_wrong_rewards_of_a_row_are_one_clear_error(tmp_path):
-    class Judged(OneBranchEach):
-        def explore(self, groups):
-            branches = super().explore(groups)
-            branches.rows.known_rewards = [1.0] * 8
-            return branches
-
-    class Trainer(OneEach):
-        def make_branch_explorer(self):
-            return Judged(self, self.make_forks(), self.scorer)
-
-    with pytest.raises(ValueError, match="row 0 with the rewards 1.0: give a list with one number for each reward"):
-        one_batch(make_trainer(Trainer, ExplorationConfig, tmp_path))
 
 
 def test_a_subclass_decides_when_to_search_and_what_is_trained(tmp_path):
@@ -373,15 +343,6 @@ def test_a_subclass_decides_when_to_search_and_what_is_trained(tmp_path):
     trainer.state.global_step = 1
     one_batch(trainer)
     assert trainer.branching.results[0].scored is not None and trainer.stream_training.prepared["branch"][0] == 0.5
-
-
-def test_between_runs_the_choice_of_prompts_may_change(tmp_path):
-    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path, reward_funcs=always, max_steps=1)
-    trainer.train()
-    assert len(trainer.branch_explorer.sampled) == 8
-    trainer.args.explore_prompts = "unsolved"
-    trainer.train()
-    assert trainer.branch_explorer.sampled == []
 
 
 def test_rows_without_own_credit_keep_grpos_if_another_process_credits_tokens(tmp_path, monkeypatch):
@@ -404,6 +365,10 @@ WRONG = {
     "a short list": (dict(advantages=[[0.0], 1.0]), "with 1 numbers for a completion of 2 tokens"),
     "another row": (dict(main_advantages={9: 1.0}), "`main_advantages` of row 9: .* 0 to 1"),
     "an infinite main row": (dict(main_advantages={1: [math.inf]}), r"`main_advantages\[1\]`"),
+    "rewards of a row": (
+        dict(known_rewards=[1.0, 1.0]),
+        "row 0 with the rewards 1.0: give a list with one number for",
+    ),
     "a padded tensor": (dict(advantages=torch.zeros(2, 3)), "with 3 numbers for a completion of 2 tokens"),
 }
 
@@ -418,6 +383,8 @@ def test_a_wrong_result_is_one_clear_error(case):
         loss_mask=[[1, 1], [1, 1, 1]],
         group_size=1,
     )
+    if changes is not None and "known_rewards" in changes:
+        rows.known_rewards, changes = changes["known_rewards"], {}
     branches = None if changes is None else Branches(rows, **changes)
     with pytest.raises(ValueError, match=f"Branch explorer 'mine' returned.*{message}"):
         checked_branches("mine", branches, main_lengths=[4, 1], num_rewards=1)

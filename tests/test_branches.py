@@ -56,24 +56,10 @@ def by_trl(rewards, scale):
 # Turns
 
 
-@pytest.mark.parametrize(
-    "mask, expected",
-    [
-        ([], []),
-        ([0, 0], []),
-        ([1, 1, 1], [(0, 3)]),
-        ([1, 1, 0, 1, 0, 0, 1, 1], [(0, 2), (3, 4), (6, 8)]),
-        ([1, 0], [(0, 1)]),  # cut off after a tool's result
-        ([0, 1], [(1, 2)]),
-    ],
-)
-def test_turns_are_the_runs_of_the_models_tokens(mask, expected):
-    assert turns(mask) == expected
-
-
 @given(masks)
 def test_turns_cover_the_models_tokens_and_do_not_touch(mask):
     found = turns(mask)
+    assert all(start < end for start, end in found)
     assert [token for start, end in found for token in range(start, end)] == [t for t, m in enumerate(mask) if m]
     assert all(before[1] < after[0] for before, after in zip(found, found[1:], strict=False))
 
@@ -219,17 +205,6 @@ def test_advantages_by_hand():
     assert wide == pytest.approx([-0.5 / (math.sqrt(0.5) + 0.5), 0.5 / (math.sqrt(0.5) + 0.5)])
 
 
-def test_rows_without_a_reward_have_no_advantage_and_change_none():
-    for group in ["prompt", "trajectory"]:
-        with_nan = branch_advantages([[0.0, 1.0], [NAN], [1.0]], group=group)
-        without = branch_advantages([[0.0, 1.0], [1.0]], group=group)
-        assert with_nan[0] == [without[0][0], 0.0, without[0][1]]
-        assert with_nan[1] == [without[1][0], [0.0], without[1][1]]
-        assert branch_advantages([[NAN], [NAN]], group=group) == ([0.0, 0.0], [[0.0], [0.0]])
-        assert branch_advantages([[0.7], [NAN]], group=group) == ([0.0, 0.0], [[0.0], [0.0]])
-        assert branch_advantages([[0.7]], group=group) == ([0.0], [[0.0]])
-
-
 @settings(max_examples=200, deadline=None)
 @given(prompts, options["group"], options["scale"])
 def test_advantages_are_those_of_the_definition(rewards, group, scale):
@@ -256,24 +231,6 @@ def test_without_a_branch_advantages_are_those_of_grpo_bit_for_bit(data, group_s
         base, branch = branch_advantages([[r] for r in found], group=group, scale=scale)
         assert base == theirs and branch == [[advantage] for advantage in theirs]
         assert relative_rewards(found, scale=scale) == theirs
-
-
-@given(prompts, options["scale"])
-def test_advantages_of_a_group_add_up_to_nothing(rewards, scale):
-    base, branch = branch_advantages(rewards, scale=scale)
-    assert sum(base) == pytest.approx(0.0, abs=1e-4) and sum(sum(branch, [])) == pytest.approx(0.0, abs=1e-4)
-    _, within = branch_advantages(rewards, group="trajectory", scale=scale)
-    assert all(sum(row) == pytest.approx(0.0, abs=1e-4) for row in within if len(row) > 1)
-
-
-@given(prompts, st.randoms(use_true_random=False), options["group"], options["scale"])
-def test_advantages_do_not_depend_on_the_order_of_trajectories(rewards, random, group, scale):
-    order = random.sample(range(len(rewards)), len(rewards))
-    base, branch = branch_advantages(rewards, group=group, scale=scale)
-    found = branch_advantages([rewards[n] for n in order], group=group, scale=scale)
-    assert found[0] == pytest.approx([base[n] for n in order], abs=1e-5)
-    for n, row in zip(order, found[1], strict=True):
-        assert row == pytest.approx(branch[n], abs=1e-5)
 
 
 # Tokens
@@ -312,12 +269,7 @@ def test_suffixes_are_pushed_apart_and_the_prefix_is_trained_once(group, others,
         return torch.autograd.grad(objective, [prefix, suffix])
 
     base, branch = branch_advantages([[original, 1 - original], *others], group=group)
-    advantages = torch.tensor(
-        [
-            credit(base[0], branch[0][0], start, num_tokens=4),
-            credit(base[0], branch[0][1], start, num_tokens=4),
-        ]
-    )
+    advantages = torch.tensor([credit(base[0], own, start, num_tokens=4) for own in branch[0]])
     mask = torch.tensor([loss_mask, suffix_mask(loss_mask, start)])
     found = gradients((advantages * mask * torch.stack([log_probs(row) for row in rows])).sum())
 

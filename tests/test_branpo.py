@@ -61,6 +61,12 @@ class Lake(FrozenLakeEnvironment):
         return f"{self._play(direction)} {self.episode.steps}"
 
 
+def as_lake_moves(move):
+    """Give the tool of a subclass the description of `Lake.move`."""
+    move.__doc__ = Lake.move.__doc__
+    return move
+
+
 class OwnState(Lake):
     """Says itself what its state is, and cannot be copied."""
 
@@ -174,6 +180,18 @@ def kept_branches(trainer, monkeypatch):
     monkeypatch.setattr(trainer.forks, "sample_branches", watched)
     output = one_batch(trainer)
     return output, sampled, trainer.branch_explorer._kept
+
+
+def answers_of_tools(messages):
+    return [message["content"] for message in messages if message["role"] == "tool"]
+
+
+def answers_of_a_fresh_game(trainer, branch):
+    """What a game answers to the moves that the text of a branch tells, from the first on, and the game."""
+    moves = re.findall(r"!move:direction=(\w)", trainer._tokenizer.decode(branch.completion_ids))
+    game = Lake()
+    game.reset(trainer.main_examples[branch.row]["board"])
+    return [game.move(move) for move in moves[: len(answers_of_tools(branch.messages))]], game
 
 
 # ------------------------------------------------------------------------------------------------------ reductions

@@ -135,10 +135,7 @@ def test_the_metadata_survive_being_written_and_read():
         "reward": 0.5,
     }
     assert "Evaluated at step 9" in card.text and "| pass@8 | 0.75 |" in card.text
-
-
-def test_without_an_evaluation_there_are_no_results():
-    card = model_card(facts(history=[{"step": 1, "reward": 1.0}]))
+    card = model_card(facts(history=[{"step": 1, "reward": 1.0}]))  # without an evaluation there are no results
     assert "model-index" not in card.data.to_dict() and "Evaluated" not in card.text
 
 
@@ -154,17 +151,10 @@ def test_a_card_names_the_rewards_with_their_weights_and_the_time_of_training():
     assert "rewarded by `accuracy_reward` (weight 0.65) and `'<lambda>'` (weight 0.2)." in text
     assert "Training took 1 h 20 min up to step 5, without evaluation and saving." in text
     text = model_card(facts(rewards=[("accuracy_reward", 1.0), ("form", 1.0)], history=[])).text
-    assert "rewarded by `accuracy_reward` and `form`." in text and "Training took" not in text
-    assert [format_duration(seconds) for seconds in (0.25, 59.4, 61, 3600)] == [
-        "0.25 s",
-        "59 s",
-        "1 min 1 s",
-        "1 h 0 min",
-    ]
-
-
-def test_without_a_log_the_card_says_so():
-    assert "No metrics were logged." in model_card(facts(history=[])).text
+    assert "rewarded by `accuracy_reward` and `form`." in text
+    assert "Training took" not in text and "No metrics were logged." in text
+    durations = ["0.25 s", "59 s", "1 min 1 s", "1 h 0 min"]
+    assert [format_duration(seconds) for seconds in (0.25, 59.4, 61, 3600)] == durations
 
 
 def test_an_adapter_says_how_it_is_loaded():
@@ -227,9 +217,8 @@ def test_data_are_named_where_they_are_on_the_hub(tmp_path):
     assert describe_datasets([str(tmp_path), "data.jsonl"]) == ([], "local data sets")
     ids, text = describe_datasets(["a/b", "a/b", "c", "./d"])
     assert ids == ["a/b", "c"]
-    assert text == (
-        "[a/b](https://huggingface.co/datasets/a/b) and [c](https://huggingface.co/datasets/c) and a local data set"
-    )
+    hub = "https://huggingface.co/datasets"
+    assert text == f"[a/b]({hub}/a/b) and [c]({hub}/c) and a local data set"
 
 
 def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_paths(tmp_path):
@@ -256,17 +245,12 @@ def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_path
         assert untold not in text
 
 
-def test_templates_of_prompts_are_knobs_that_are_told():
+def test_knobs_are_told_whatever_their_names_begin_with_if_they_are_plain_values():
+    told = shown_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
+    assert told["eval_interaction_limit"] == 4 and "push_method_state" not in told
     told = shown_hyperparameters(SESAConfig(output_dir="x", use_cpu=True, bf16=False), GRPOConfig)
     assert told["sketch_template"].startswith("{problem}")
 
-
-def test_knobs_are_told_whatever_their_names_begin_with():
-    told = shown_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
-    assert told["eval_interaction_limit"] == 4 and "push_method_state" not in told
-
-
-def test_fields_that_are_no_plain_values_are_left_out():
     @dataclass
     class Config(GRPOConfig):
         knob: object = field(default_factory=object)

@@ -80,25 +80,6 @@ def test_prefix_branches_and_chain_have_the_papers_advantages():
     assert firsts(c, 0, 3) == [-0.6667, -0.6667] and len(c) == 4
 
 
-def test_the_root_counts_the_leaves_that_are_trained():
-    assert firsts(token_advantages(GOLDEN, [0, 2])[0], 0, 2) == [0.3333, 1.1667]
-
-
-def test_unscorable_leaves_are_in_no_mean_and_no_count():
-    leaves = [*GOLDEN, *tree((3, 0, 3, NAN), (2, None, 0, NAN))]
-    assert token_advantages(leaves)[:3] == token_advantages(GOLDEN)
-    assert token_advantages(leaves)[3:] == [[0.0] * 6, [0.0] * 2]
-
-
-def test_a_fork_at_the_first_token_hangs_at_the_root():
-    found = token_advantages(tree((2, None, 0, 1.0), (3, 0, 0, 0.0)))
-    assert found == [[1.0] * 2, [-1.0] * 3]  # twice the distance from the mean, as chains have it
-
-
-def test_without_scored_leaves_nothing_is_worth_anything():
-    assert token_advantages(tree((2, None, 0, NAN), (3, 0, 1, NAN))) == [[0.0] * 2, [0.0] * 4]
-
-
 @settings(deadline=None)
 @given(forests(), st.data())
 def test_values_are_those_of_the_formula(leaves, data):
@@ -197,10 +178,6 @@ def test_all_chains_are_trained_and_a_success_where_no_chain_is_one(number, solv
     assert drawn[:3] == [0, 1, 2] and len(drawn) == len(set(drawn)) == number
     if number > 3 and any(solved):
         assert any(solved[i] for i in drawn)
-
-
-def test_without_a_number_all_leaves_are_trained():
-    assert choose_trained(GOLDEN, None, generator=generator()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))

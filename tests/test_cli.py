@@ -16,17 +16,9 @@ import trl
 import yaml
 from commands import TINY_RUN, as_flags, run_example
 from datasets import Dataset, DatasetDict
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
+from world import saved_model
 
 from trl_explore.cli import env, main
 from trl_explore.cli.train import parse_train_arguments, resume_command
@@ -69,31 +61,8 @@ def gated_reward(completions, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A random Qwen2 with one layer and one token per character."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    vocab = {
-        token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=-# abcdefghijklmnopqrstuvwxyz"])
-    }
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(vocab),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+def model_folder():
+    return saved_model()
 
 
 @pytest.fixture
@@ -161,17 +130,14 @@ def write_data(kind):
     elif kind == "folder with one file":
         Path("data").mkdir()
         rows.to_json("data/test.jsonl")
-    elif kind == "parquet":
+    else:
         rows.to_parquet("data.parquet")
         return "data.parquet"
-    elif kind == "jsonl":
-        return "data.jsonl"
     return "./data"
 
 
-@pytest.mark.parametrize(
-    "kind", ["dataset on disk", "dataset dict on disk", "folder with one file", "parquet", "jsonl"]
-)
+# A file of JSON lines is what the tests of training read.
+@pytest.mark.parametrize("kind", ["dataset on disk", "dataset dict on disk", "folder with one file", "parquet"])
 def test_every_kind_of_local_data_gives_the_same_rows(kind, workdir):
     arguments = ScriptArguments(dataset_name=write_data(kind))
     train, evaluation = load_train_and_eval(arguments, DatasetMixtureConfig(), needs_eval=False)
@@ -179,27 +145,16 @@ def test_every_kind_of_local_data_gives_the_same_rows(kind, workdir):
     assert evaluation is None
 
 
-def test_a_mixture_of_local_files_can_be_named_in_the_file(workdir, model_folder):
+def test_a_mixture_of_local_files_can_be_named_in_the_file(workdir):
     mixture = DatasetMixtureConfig(datasets=[{"path": "json", "data_files": "data.jsonl"}] * 2)
     train, _ = load_train_and_eval(ScriptArguments(), mixture, needs_eval=False)
     assert len(train) == 16
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("openai/gsm8k", False),
-        ("gsm8k", False),
-        ("./gsm8k", True),
-        ("/data/gsm8k", True),
-        ("~/gsm8k", True),
-        ("a/b/c", True),
-        ("train.jsonl", True),
-        ("Qwen/Qwen2.5-0.5B", False),
-    ],
-)
-def test_paths_are_told_from_hub_names(name, expected):
-    assert looks_like_path(name) is expected
+def test_paths_are_told_from_hub_names():
+    paths = ["./gsm8k", "/data/gsm8k", "~/gsm8k", "a/b/c", "train.jsonl"]
+    names = ["openai/gsm8k", "gsm8k", "Qwen/Qwen2.5-0.5B"]
+    assert [name for name in [*names, *paths] if looks_like_path(name)] == paths
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may know bfloat16")
@@ -395,23 +350,22 @@ def test_a_missing_model_names_a_few_similar_folders_only(workdir, model_folder,
     assert capsys.readouterr().err.endswith(f"'zzz' does not exist (looked from {os.getcwd()})\n")
 
 
-def test_an_unknown_command_gets_the_nearest(capsys):
+def test_an_unknown_command_gets_the_nearest_and_none_at_all_the_help(capsys):
     assert main(["comapre"]) == 2
     assert capsys.readouterr().err == "trl-explore: error: unknown command 'comapre'; did you mean 'compare'?\n"
+    assert main([]) == 2
+    assert "advise" in capsys.readouterr().err
 
 
-def test_env_lists_versions_methods_and_backends(capsys):
+def test_env_lists_versions_methods_backends_and_the_seams_that_differ(capsys, monkeypatch):
+    start = "- parts of TRL and transformers that the trainers rely on: "
     assert main(["env"]) == 0
-    lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    text = capsys.readouterr().out.splitlines()
+    lines = dict(line[2:].split(": ", 1) for line in text)
     assert lines["trl"].startswith(trl.__version__) and "supported: " in lines["trl"]
     assert lines["methods"] == ", ".join(METHODS)
     assert lines["sampling with transformers"] == "yes"
-
-
-def test_env_prints_the_seams_that_differ(capsys, monkeypatch):
-    start = "- parts of TRL and transformers that the trainers rely on: "
-    assert main(["env"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{start}all {len(SEAMS)} are as expected"
+    assert text[-1] == f"{start}all {len(SEAMS)} are as expected"
     served = "trl.generation.vllm_client.VLLMClient._post"
     monkeypatch.setattr(env, "difference", lambda seam: "is gone" if seam.path == served else None)
     assert main(["env"]) == 0
@@ -419,11 +373,6 @@ def test_env_prints_the_seams_that_differ(capsys, monkeypatch):
         f"{start}1 of {len(SEAMS)} differ",
         f"  - {served} (use_vllm): is gone",
     ]
-
-
-def test_without_a_command_the_help_is_printed(capsys):
-    assert main([]) == 2
-    assert "advise" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("on_path", [True, False])
@@ -458,15 +407,17 @@ def test_env_says_whether_vllm_can_be_used_here(tmp_path, monkeypatch, capsys, i
     assert (lines["vllm"] == "not installed") == (installed is None)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["env", "--help"], ["quickstart", "--help"], ["train", "--help"], ["compare", "--help"]]
-)
-def test_help_does_not_wait_for_torch(arguments):
+def test_help_does_not_wait_for_torch():
+    commands = [[], ["env"], ["quickstart"], ["train"], ["compare"], ["eval"], ["filter"]]
     code = (
         "import sys\nfrom trl_explore.cli import main\n"
-        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+        f"for command in {commands}:\n"
+        "    try:\n        main([*command, '--help'])\n    except SystemExit:\n        pass\n"
+        "    if 'torch' in sys.modules:\n        sys.exit(f'{command} waits for torch')"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: trl-explore {command}" in done.stdout for (command,) in commands[1:])
 
 
 def test_the_example_runs_offline(workdir, model_folder, monkeypatch):
@@ -492,13 +443,10 @@ def test_the_help_of_a_method_is_its_fields_and_a_few_that_every_run_needs(metho
     assert f"trl-explore train --method {method} --help-all" in help_text
 
 
-def test_the_help_of_a_field_says_what_it_does_and_its_default(capsys):
+def test_a_field_has_its_default_and_all_fields_are_behind_help_all(capsys):
     main(["train", "--method", "deep_grpo", "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert "  --num_branches                Number of branches per pivot (K), at least 2 [8]" in lines
-
-
-def test_all_fields_are_behind_help_all(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--method", "g2rl", "--help-all"])
     help_text = capsys.readouterr().out
@@ -541,9 +489,8 @@ def refusal(capsys):
     return capsys.readouterr().err.split("trl-explore: error: ")[1]
 
 
-@pytest.mark.parametrize("method", ["grpo", "deep_grpo"])
-def test_the_same_command_does_not_overwrite_a_run(method, workdir, model_folder, capsys):
-    run = ["train", *flags(model_folder, method=method)]
+def test_a_run_is_overwritten_only_if_asked_for_and_keeps_its_checkpoints_elsewhere(workdir, model_folder, capsys):
+    run = ["train", *flags(model_folder)]
     assert main(run) == 0
     before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -554,20 +501,6 @@ def test_the_same_command_does_not_overwrite_a_run(method, workdir, model_folder
     )
     assert "add --resume_from_checkpoint true" in said and "--overwrite_output_dir" in said and said.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*") if path.is_file()} == before
-
-
-def test_a_run_with_a_file_does_not_overwrite_a_run(workdir, model_folder, capsys):
-    given = flags(model_folder)
-    names = [text[2:] for text in given[::2]]
-    Path("run.yaml").write_text(yaml.safe_dump(dict(zip(names, given[1::2], strict=True))))
-    assert main(["train", "--config", "run.yaml"]) == 0
-    assert main(["train", "--config", "run.yaml"]) == 2
-    Path("again.yaml").write_text(Path("run.yaml").read_text() + "overwrite_output_dir: true\n")
-    assert main(["train", "--config", "again.yaml"]) == 0
-
-
-def test_a_run_that_was_overwritten_keeps_its_checkpoints_elsewhere(workdir, model_folder, capsys):
-    assert main(["train", *flags(model_folder)]) == 0
     assert main(["train", *flags(model_folder, max_steps=1), "--overwrite_output_dir"]) == 0
     assert "checkpoints of an earlier run are in out/_earlier-1 now" in capsys.readouterr().err
     assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
@@ -575,54 +508,54 @@ def test_a_run_that_was_overwritten_keeps_its_checkpoints_elsewhere(workdir, mod
     assert step_of("out/checkpoint-1") == 1
 
 
+def test_a_run_with_a_file_does_not_overwrite_a_run(workdir, model_folder):
+    given = flags(model_folder, method="deep_grpo", num_branches=2, max_steps=1)
+    names = [text[2:] for text in given[::2]]
+    Path("run.yaml").write_text(yaml.safe_dump(dict(zip(names, given[1::2], strict=True))))
+    Path("out").mkdir()
+    Path("out/model.safetensors").write_text("of an earlier run")
+    assert main(["train", "--config", "run.yaml"]) == 2
+    assert Path("out/model.safetensors").read_text() == "of an earlier run"
+    Path("again.yaml").write_text(Path("run.yaml").read_text() + "overwrite_output_dir: true\n")
+    assert main(["train", "--config", "again.yaml"]) == 0
+
+
 def test_a_resumed_run_goes_on_in_its_folder_only(workdir, model_folder, capsys):
     assert main(["train", *flags(model_folder, max_steps=1)]) == 0
     assert main(["train", *flags(model_folder), "--resume_from_checkpoint", "true"]) == 0
-    assert main(["train", *flags(model_folder), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
-    assert (
-        main(["train", *flags(model_folder, output_dir="other"), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
-    )
+    check_earlier_run("out", checkpoint="out/checkpoint-1", model="tiny")
+    elsewhere = ["train", *flags(model_folder, output_dir="other"), "--resume_from_checkpoint", "out/checkpoint-1"]
+    assert main(elsewhere) == 0
     capsys.readouterr()
-    assert (
-        main(["train", *flags(model_folder, output_dir="other"), "--resume_from_checkpoint", "out/checkpoint-1"]) == 2
-    )
+    assert main(elsewhere) == 2
     assert "output_dir='other' holds checkpoint-2 and a trained model of an earlier run" in refusal(capsys)
 
 
-@pytest.mark.parametrize(
-    "files", [[], ["README.md", ".gitattributes", "runs/events.out"], ["completions/completions_00001.parquet"]]
-)
-def test_a_folder_without_a_run_is_used(workdir, files):
-    for name in files:
-        path = Path("out") / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    Path("out").mkdir(exist_ok=True)
+def test_a_folder_without_a_run_is_used(workdir):
+    Path("out").mkdir()
     check_earlier_run("out", checkpoint=None, model="tiny")
+    for name in ("README.md", ".gitattributes", "runs/events.out", "completions/completions_00001.parquet"):
+        path = Path("out") / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+        check_earlier_run("out", checkpoint=None, model="tiny")
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("file", "said"),
     [
         (
-            ["adapter_model.safetensors"],
+            "adapter_model.safetensors",
             "holds a trained model of an earlier run, which this run would overwrite: to st",
         ),
-        (
-            ["checkpoint-3/model.safetensors"],
-            "holds checkpoint-3 of an earlier run, which this run would overwrite: to",
-        ),
-        (
-            ["checkpoint-3/trainer_state.json"],
-            "holds checkpoint-3 of .* to continue that run, add --resume_from_check",
-        ),
+        ("checkpoint-3/model.safetensors", "holds checkpoint-3 of an earlier run, which this run would overwrite: to"),
+        ("checkpoint-3/trainer_state.json", "holds checkpoint-3 of .* to continue that run, add --resume_from_check"),
     ],
 )
-def test_what_an_earlier_run_is(workdir, files, said):
-    for name in files:
-        path = Path("out") / name
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
+def test_what_an_earlier_run_is(workdir, file, said):
+    path = Path("out") / file
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
     with pytest.raises(UsageError, match=said):
         check_earlier_run("out", checkpoint=None, model="tiny")
 

@@ -29,12 +29,23 @@ def start(tmp_path_factory):
     return warm_start(TASK, seed=0, steps=2, cache_dir=tmp_path_factory.mktemp("cache"), progress=False)
 
 
-def train(arm, start, folder, **changes):
-    settings = dict(
-        output_dir=folder, seed=0, budget=Budget(steps=3), evaluate_every=2, num_eval=4, num_samples=2, k=(1, 2)
-    )
-    settings.update(changes)
-    return train_arm(arm, TASK, start, num_train=64, options={**SMALL, **settings.pop("options", {})}, **settings)
+@pytest.fixture(scope="module")
+def agents_start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    return str(warm_start(AGENTS["multi_hop"], seed=0, steps=2, cache_dir=folder, progress=False))
+
+
+def built(document, folder, start):
+    """The trainer and the evaluation of a comparison on `multi_hop` with one arm."""
+    usual = {"task": "multi_hop", "budget": {"steps": 1}, "arms": [{"method": "grpo"}]}
+    comparison = read_comparison({**usual, **document})
+    return build_run(comparison, comparison.arms[0], seed=3, folder=folder / "run", start=start)
+
+
+def train(arm, start, folder, *, options=None, **changes):
+    usual = dict(seed=0, budget=Budget(steps=3), evaluate_every=2, num_eval=4, num_samples=2, k=(1, 2))
+    settings = dict(usual, output_dir=folder, num_train=64, options={**SMALL, **(options or {})})
+    return train_arm(arm, TASK, start, **{**settings, **changes})
 
 
 @pytest.mark.parametrize("arm", [DEEP, GRPO], ids=lambda arm: arm.name)
@@ -59,21 +70,13 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
     ],
     ids=["default", "threshold", "reward"],
 )
-def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, size, own):
-    task = AGENTS["multi_hop"]
-    start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
-    document = {
-        "task": "multi_hop",
-        "budget": {"steps": 1},
-        "num_eval": 6,
-        "metrics": ["reward", "pass_at_2"],
-        "samples_at_ends": 8,
-        **own,
-    }
+def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, agents_start, size, own):
+    document = {"num_eval": 6, "metrics": ["reward", "pass_at_2"], "samples_at_ends": 8, **own}
     common = {"max_completion_length": 32, "per_device_train_batch_size": 4, "num_generations": 2}
-    comparison = read_comparison({**document, "arms": [{"method": "grpo"}], "common": common})
-    trainer, evaluate = build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
-    every = dict(zip(task.evaluation_set(6)["question"], (1, 2, 5, 5, 5, 5), strict=True))  # which tries succeed
+    trainer, evaluate = built({**document, "common": common}, tmp_path, agents_start)
+    every = dict(
+        zip(AGENTS["multi_hop"].evaluation_set(6)["question"], (1, 2, 5, 5, 5, 5), strict=True)
+    )  # which tries succeed
     tries = Counter()
 
     def reward(question, **columns):
@@ -92,20 +95,15 @@ def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path, size, own):
     assert found["eval/reward"] == pytest.approx(size * 6 / 24)
 
 
-def test_an_unknown_success_reward_of_an_agent_is_refused_before_the_evaluation(tmp_path):
-    start = warm_start(AGENTS["multi_hop"], seed=0, steps=2, cache_dir=tmp_path, progress=False)
-    document = {"task": "multi_hop", "budget": {"steps": 1}, "arms": [{"method": "grpo"}], "success_reward": "other"}
-    comparison = read_comparison(document)
+def test_an_unknown_success_reward_of_an_agent_is_refused_before_the_evaluation(tmp_path, agents_start):
     with pytest.raises(ValueError, match="success_reward='other'"):
-        build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
+        built({"success_reward": "other"}, tmp_path, agents_start)
 
 
 @pytest.mark.parametrize("at_ends", [{}, {"samples_at_ends": 4}])
-def test_an_evaluation_of_an_agent_without_any_reward_is_an_error(tmp_path, at_ends):
-    start = warm_start(AGENTS["multi_hop"], seed=0, steps=2, cache_dir=tmp_path, progress=False)
-    document = {"task": "multi_hop", "budget": {"steps": 1}, "num_eval": 2, "arms": [{"method": "grpo"}], **at_ends}
-    comparison = read_comparison({**document, "common": {"max_completion_length": 16}})
-    trainer, evaluate = build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
+def test_an_evaluation_of_an_agent_without_any_reward_is_an_error(tmp_path, agents_start, at_ends):
+    document = {"num_eval": 2, **at_ends, "common": {"max_completion_length": 16}}
+    trainer, evaluate = built(document, tmp_path, agents_start)
     trainer.reward_funcs[0] = lambda question, **columns: [None] * len(question)
     with pytest.raises(UsageError, match="^GRPO, seed 3: task='multi_hop' returned no reward .* 2 held-out rows"):
         evaluate("start")

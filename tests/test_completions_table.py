@@ -16,8 +16,6 @@ from trl_explore.rows.table import with_written_arguments
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
     G2RLConfig,
     G2RLTrainer,
     SESAConfig,
@@ -101,15 +99,6 @@ def test_deferred_branches_have_no_parent_in_the_table(tmp_path):
     assert of_stream(rows, "main")["pivot_depth"].notna().any() and rows["recovered"].isna().all()
 
 
-def test_columns_of_reward_functions_reach_the_rows_of_streams(tmp_path):
-    def talkative(completions, answer, log_extra, **columns):
-        log_extra("length", [len(completion) for completion in completions])
-        return contains_answer(completions, answer)
-
-    rows = table(train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, reward_funcs=talkative, max_steps=1))
-    assert len(rows) > 8 and list(rows["length"]) == [len(completion) for completion in rows["completion"]]
-
-
 def test_rows_of_trees_tell_their_path(tmp_path):
     trainer = train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1)
     rows = table(trainer)
@@ -155,21 +144,15 @@ SKETCHES = dict(
 )
 
 
-def test_sketches_are_those_that_the_sampler_saw(tmp_path):
-    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, max_steps=1)
+@pytest.mark.parametrize("options", [{}, dict(context_length=13)], ids=["with room", "without room"])
+def test_sketches_are_those_that_the_sampler_saw(tmp_path, options):
+    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, **options, max_steps=1)
     rows = table(trainer)
-    assert (rows["sketch"] != "").any()
+    has_room = not options
+    assert (rows["sketch"] != "").any() == has_room == (trainer.state.log_history[0]["sketch/too_long"] == 0)
     for (drawn,), (_, row) in zip(trainer.mode.drawn, rows.iterrows(), strict=True):
         seen = make_tokenizer().decode(drawn.context)
         assert seen == (f"{row['sketch']} {row['prompt']}" if row["sketch"] else row["prompt"])
-
-
-def test_a_solution_without_room_for_its_sketch_has_none(tmp_path):
-    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, context_length=13, max_steps=1)
-    rows = table(trainer)
-    assert trainer.state.log_history[0]["sketch/too_long"] > 0
-    for (drawn,), (_, row) in zip(trainer.mode.drawn, rows.iterrows(), strict=True):
-        assert (row["sketch"] == "") == (make_tokenizer().decode(drawn.context) == row["prompt"])
 
 
 def test_candidates_are_numbered_as_in_their_list(tmp_path):
@@ -240,12 +223,13 @@ def test_novelty_explains_the_shaped_reward(tmp_path):
         assert list(group["advantage"]) == pytest.approx(list(normalised(group["shaped_reward"])), abs=1e-4)
 
 
-@pytest.fixture
-def branpo(tmp_path, monkeypatch):
-    speaker = Voice(0.3)
-    says(speaker, monkeypatch.setattr)
-    trainer = agent(tmp_path, log_completions=True, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=2)
-    trainer.train()
+@pytest.fixture(scope="module")
+def branpo(tmp_path_factory):
+    options = dict(log_completions=True, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=2)
+    with pytest.MonkeyPatch.context() as patch:
+        says(Voice(0.3), patch.setattr)
+        trainer = agent(tmp_path_factory.mktemp("branpo"), **options)
+        trainer.train()
     return trainer
 
 
@@ -285,42 +269,33 @@ def mentions(completions, digit, **columns):
 
 
 MENTIONS = [partial(mentions, digit="1"), partial(mentions, digit="2")]
+EVALUATED = dict(eval_strategy="steps", per_device_eval_batch_size=4, num_generations_eval=2)
 
 
 def rewards_in(rows, digit):
     return [float(digit in completion) for completion in rows["completion"]]
 
 
-@pytest.mark.parametrize("stream", ["main", "aux", "eval"])
 @pytest.mark.parametrize(
-    "options", [{}, dict(dynamic_sampling="filter"), dict(dynamic_sampling="refill"), dict(budget="vip")], ids=str
+    "options", [dict(dynamic_sampling="refill"), {}, dict(dynamic_sampling="filter"), dict(budget="vip")], ids=str
 )
-def test_of_two_functions_of_one_name_the_table_has_the_second(tmp_path, options, stream):
-    trainer = train(
-        DeepGRPOTrainer,
-        DeepGRPOConfig,
-        tmp_path,
-        **DEEP,
-        **options,
-        branch_from="all",
-        reward_funcs=MENTIONS,
-        eval_dataset=make_dataset().select(range(3)),
-        eval_strategy="steps",
-        eval_steps=3,
-        per_device_eval_batch_size=4,
-        num_generations_eval=2,
-    )
-    rows = of_stream(table(trainer), stream)
-    assert len(rows) and rows["mentions"].tolist() == rewards_in(rows, "2") != rewards_in(rows, "1")
+def test_of_two_functions_of_one_name_the_table_has_the_second(tmp_path, options):
+    options = dict(DEEP, branch_from="all", reward_funcs=MENTIONS, **EVALUATED, eval_steps=3, **options)
+    options["eval_dataset"] = make_dataset().select(range(3))
+    rows = table(train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options))
+    for stream in ("main", "aux", "eval"):
+        own = of_stream(rows, stream)
+        assert len(own) and own["mentions"].tolist() == rewards_in(own, "2") != rewards_in(own, "1")
 
 
-def test_evaluation_before_training_has_one_reward_per_name(tmp_path):
-    data = make_dataset().select(range(6))
-    options = dict(eval_dataset=data, per_device_eval_batch_size=4, num_generations_eval=4, log_completions=True)
-    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=MENTIONS, **options)
+def test_evaluation_before_training_has_a_table_with_one_reward_per_name(tmp_path):
+    options = dict(SKETCHES, reward_funcs=MENTIONS, eval_dataset=make_dataset().select(range(6)))
+    options |= dict(per_device_eval_batch_size=4, num_generations_eval=4, log_completions=True)
+    trainer = make_trainer(SESATrainer, SESAConfig, tmp_path, **options)
     trainer.evaluate()
     rows = table(trainer, 0)
-    assert len(rows) == 8 and rows["mentions"].tolist() == rewards_in(rows, "2")  # the newest, as in TRL
+    assert len(rows) == 8 and set(rows["stream"]) == {"eval"}
+    assert rows["mentions"].tolist() == rewards_in(rows, "2")  # the newest, as in TRL
 
 
 def test_metrics_of_shaped_rewards_are_the_raw_ones_of_both_functions(tmp_path):
@@ -336,18 +311,8 @@ def test_metrics_of_shaped_rewards_are_the_raw_ones_of_both_functions(tmp_path):
 
 def test_rows_of_evaluation_stand_by_themselves_beside_those_of_training(tmp_path):
     evaluated = make_dataset().select(range(20, 23))
-    trainer = train(
-        DeepGRPOTrainer,
-        DeepGRPOConfig,
-        tmp_path,
-        **DEEP,
-        eval_dataset=evaluated,
-        eval_strategy="steps",
-        eval_steps=2,
-        max_steps=4,
-        per_device_eval_batch_size=4,
-        num_generations_eval=2,
-    )
+    options = dict(DEEP, eval_dataset=evaluated, **EVALUATED, eval_steps=2, max_steps=4)
+    trainer = train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     assert "eval" not in set(table(trainer, 1)["stream"]) | set(table(trainer, 3)["stream"])
     rows = table(trainer, 2)
     main, seen = of_stream(rows, "main"), of_stream(rows, "eval")
@@ -360,33 +325,15 @@ def test_rows_of_evaluation_stand_by_themselves_beside_those_of_training(tmp_pat
     assert list(trainer._logs["prompt"]) == list(of_stream(table(trainer, 4), "main")["prompt"])
 
 
-def test_evaluation_before_training_has_a_table(tmp_path):
-    trainer = make_trainer(
-        SESATrainer,
-        SESAConfig,
-        tmp_path,
-        **SKETCHES,
-        log_completions=True,
-        eval_dataset=make_dataset().select(range(2)),
-    )
-    trainer.evaluate()
-    assert set(table(trainer, 0)["stream"]) == {"eval"}
-
-
 # ------------------------------------------------------------------------------------------------------ who is told
 
 
-def test_nothing_is_kept_without_a_table(tmp_path):
-    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, max_steps=1)
-    trainer.completion_columns = lambda: pytest.fail("asked for without `log_completions`")
-    trainer.train()
-    assert not trainer._logs["extra"] and trainer.table.streams == {}
-    assert not (tmp_path / "completions").exists()
-
-
-def test_the_table_changes_no_parameter(deep, tmp_path):
+def test_nothing_is_kept_without_a_table_and_a_table_changes_no_parameter(deep, tmp_path):
     silent = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP)
+    silent.completion_columns = lambda: pytest.fail("asked for without `log_completions`")
     silent.train()
+    assert not silent._logs["extra"] and silent.table.streams == {}
+    assert not (tmp_path / "completions").exists()
     for ours, theirs in zip(silent.model.parameters(), deep.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -398,8 +345,9 @@ def test_the_terminal_shows_the_columns(tmp_path, capsys, monkeypatch):
     assert all(name in printed for name in ("stream", "origin", "depth", "node_values"))
 
 
-def test_the_terminal_obeys_no_completion_and_no_column(tmp_path, capsys, monkeypatch):
+def test_columns_of_reward_functions_reach_all_rows_and_the_terminal_obeys_none(tmp_path, capsys, monkeypatch):
     def hostile(completions, answer, log_extra, **columns):
+        log_extra("length", [len(completion) for completion in completions])
         log_extra("from\x1b[31mfile", ["\x1b]0;title\x07 \u202etxt"] * len(completions))
         return contains_answer(completions, answer)
 
@@ -408,6 +356,7 @@ def test_the_terminal_obeys_no_completion_and_no_column(tmp_path, capsys, monkey
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\u202e"} & set(printed)
     assert r"from\x1b[31mfile" in printed and r"\x1b]0;title\x07 \u202etxt" in printed
+    assert len(rows) > 8 and list(rows["length"]) == [len(completion) for completion in rows["completion"]]
     assert rows["from\x1b[31mfile"][0] == "\x1b]0;title\x07 \u202etxt"  # the file keeps what was logged
 
 

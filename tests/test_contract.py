@@ -125,16 +125,8 @@ def test_a_generation_batch_is_a_dict_of_tensors_that_the_loss_takes(trainer):
     completion_ids, logprobs = trainer._generate_single_turn([[5, 6], [7]], None, {}, 1)
     assert len(completion_ids) == 2 and isinstance(completion_ids[0], list) and logprobs is None
     output = trainer._generate_and_score_completions(rows)
-    assert set(output) == {
-        "prompt_ids",
-        "prompt_mask",
-        "completion_ids",
-        "completion_mask",
-        "advantages",
-        "num_items_in_batch",
-        "old_per_token_logps",
-        "ref_per_token_logps",
-    }
+    names = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"]
+    assert set(output) == {*names, "old_per_token_logps", "ref_per_token_logps"}
     assert output["advantages"].shape == (16,) and output["num_items_in_batch"].dim() == 0
     assert output["completion_ids"].shape == output["ref_per_token_logps"].shape
     trainer.current_gradient_accumulation_steps = 1
@@ -148,19 +140,14 @@ def test_a_generation_batch_is_a_dict_of_tensors_that_the_loss_takes(trainer):
 
 def test_finished_rollouts_go_back_through_the_rollout_slot(trainer):
     rows = next(iter(trainer.get_train_dataloader()))[:4]
-    seen = {}
-    trainer.reward_funcs = [
-        lambda completion_ids, completions, **kwargs: seen.update(ids=completion_ids) or [0.0, 0.0, 1.0, 1.0]
-    ]
-    trainer.rollout_func = lambda prompts, trainer: {
-        "prompt_ids": [[5, 6]] * 4,
-        "completion_ids": [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]],
-        "logprobs": None,
-        "env_mask": [[0, 1, 1], [0, 1, 1], [0, 1], [0, 1, 1, 1]],
-    }
+    seen, ids = [], [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]]
+    mask = [[0, 1, 1], [0, 1, 1], [0, 1], [0, 1, 1, 1]]
+    finished = {"prompt_ids": [[5, 6]] * 4, "completion_ids": ids, "logprobs": None, "env_mask": mask}
+    trainer.rollout_func = lambda prompts, trainer: finished
+    trainer.reward_funcs = [lambda completion_ids, **columns: seen.extend(completion_ids) or [0.0, 0.0, 1.0, 1.0]]
     output = trainer._generate_and_score_completions(rows)
-    assert seen["ids"] == [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]]
-    assert output["tool_mask"].tolist() == [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+    assert seen == [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]]
+    assert output["tool_mask"].tolist() == [[0, 1, 1, 1]] * 4
     assert (output["tool_mask"] * output["completion_mask"]).sum() == output["num_items_in_batch"] == 8
     assert output["advantages"][0] == output["advantages"][1] == -output["advantages"][2]
 

@@ -52,7 +52,6 @@ def test_rows_without_a_reward_count_nowhere():
         ([1.0, 0, 0, 0], [3.0, -1, -1, -1]),
         ([1.0, 1, 1, 0], [1 / 3, 1 / 3, 1 / 3, -1]),
         ([0.0, 0, 0, 0], [0.0, 0, 0, 0]),
-        ([0.1, 0.1, 0.1, 0.1], [0.0, 0, 0, 0]),
         ([1.0, nan, 0, nan], [1.0, 0, -1, 0]),
         ([nan, nan, nan, nan], [0.0, 0, 0, 0]),
         ([1.0, nan, nan, nan], [0.0, 0, 0, 0]),
@@ -60,6 +59,7 @@ def test_rows_without_a_reward_count_nowhere():
 )
 def test_maxrl_divides_by_the_mean(rewards, expected):
     close(maxrl(torch.tensor([rewards])), [expected])
+    assert maxrl(torch.full((1, 7), 0.1)).abs().max() == 0  # exactly, without spread
 
 
 def test_reinforce_weighs_successes_and_has_no_baseline():
@@ -67,10 +67,6 @@ def test_reinforce_weighs_successes_and_has_no_baseline():
     expected = [[0.1, -1, -1, -1], [-1, -1, -1, -1], [0.1, 0.1, 0.1, 0.1], [0.1, 0, -1, 0]]
     close(reinforce(rewards, success_weight=0.1), expected)
     close(reinforce(rewards[:1], success_weight=1.0), [[1, -1, -1, -1]])
-
-
-def test_groups_without_spread_have_exactly_no_maxrl_advantage():
-    assert maxrl(torch.full((1, 7), 0.1)).abs().max() == 0
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
@@ -125,19 +121,12 @@ def test_pkpo_of_two_right_rows_of_eight():
     found = pkpo(successes, k=4)
     close(found[successes == 1], [0.5] * 2)
     close(found[successes == 0], [0.357143] * 6)
-    assert found.sum() == pytest.approx(3.142857, abs=1e-5) and solve_rate(8, 2, 4) == pytest.approx(
-        0.785714, abs=1e-6
-    )
-
-
-def test_pkpo_without_the_others_success_of_two_right_rows_of_eight():
-    successes = torch.tensor([[1.0, 0, 0, 1, 0, 0, 0, 0]])
+    assert found.sum() == pytest.approx(3.142857, abs=1e-5)
+    assert solve_rate(8, 2, 4) == pytest.approx(0.785714, abs=1e-6)
+    # Without the others' success.
     close(pkpo(successes, k=4, leave_one_out=True), [[4 / 8 * comb(6, 3) / comb(7, 3) * s for s in successes[0]]])
-
-
-@pytest.mark.parametrize("right", [0, 8])
-def test_groups_of_one_kind_have_no_credit_without_the_others_success(right):
-    assert pkpo(torch.full((1, 8), float(right > 0)), k=4, leave_one_out=True).abs().max() == 0
+    for equal in (torch.zeros(1, 8), torch.ones(1, 8)):
+        assert pkpo(equal, k=4, leave_one_out=True).abs().max() == 0
 
 
 REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.5, 2.0, nan]), min_size=2, max_size=7)
@@ -182,12 +171,6 @@ def test_pkpo_is_the_mean_over_all_subsets(rewards, data):
     close(pkpo(group, k=k, leave_one_out=True), [others], 1e-9)
 
 
-@pytest.mark.parametrize("right", range(5))
-def test_a_subset_of_all_rows_gives_no_row_an_advantage(right):
-    successes = torch.tensor([[1.0] * right + [0.0] * (4 - right)])
-    assert pass_at_k_advantages(successes, k=4).abs().max() == 0
-
-
 def test_pass_at_k_of_two_right_rows_of_eight():
     found = pass_at_k_advantages(torch.tensor([[1.0, 0, 0, 1, 0, 0, 0, 0]]), k=4)
     close(found, [[0.5222, -0.1741, -0.1741, 0.5222] + [-0.1741] * 4])
@@ -208,9 +191,9 @@ def test_pass_at_one_is_grpo_with_the_deviation_of_the_population():
     torch.testing.assert_close(pass_at_k_advantages(successes, k=1), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("right", [0, 5, 6, 8])
-def test_groups_with_fewer_than_k_wrong_rows_or_no_right_one_have_no_pass_at_k_advantage(right):
-    assert pass_at_k_advantages(torch.tensor([[1.0] * right + [0.0] * (8 - right)]), k=4).abs().max() == 0
+@pytest.mark.parametrize(("n", "right"), [(8, 0), (8, 5), (8, 6), (8, 8), (4, 0), (4, 1), (4, 4)])
+def test_groups_with_fewer_than_k_wrong_rows_or_no_right_one_have_no_pass_at_k_advantage(n, right):
+    assert pass_at_k_advantages(torch.tensor([[1.0] * right + [0.0] * (n - right)]), k=4).abs().max() == 0
 
 
 def test_unknown_outcomes_are_in_no_subset():
@@ -236,22 +219,23 @@ def test_without_a_threshold_rewards_must_be_zero_or_one():
 # -------------------------------------------------------------------------------------------------------- unlikeliness
 
 
-def test_likelier_rows_lose_more_of_their_reward():
-    rewards, logprobs = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[-0.2, -1, -0.5, -2]])
-    worth = discounted(rewards, logprobs, beta=0.25)
-    close(worth, [[0.8125, 0.9375, 0, 0]])
-    # Divided by the deviation alone; TRL adds 1e-4 to it.
+@pytest.mark.parametrize(
+    ("rewards", "logprobs", "beta", "expected"),
+    [
+        ([1.0, 1, 0, 0], [-0.2, -1, -0.5, -2], 0.25, [0.8125, 0.9375, 0, 0]),
+        ([1.0, 1, 1, 1], [-1.0, -3, -1, -1], 0.4, [0.8, 1.0, 0.8, 0.8]),  # ranks 2, 0, 2, 2
+        ([-1.0, 0, 2, -0.5], [-1.0, -2, -3, -4], 0.5, [-1.0, 0, 1.75, -0.5]),
+    ],
+    ids=["likelier rows", "equally likely rows", "rewards that are not positive"],
+)
+def test_likelier_rows_lose_more_of_their_positive_reward(rewards, logprobs, beta, expected):
+    close(discounted(torch.tensor([rewards]), torch.tensor([logprobs]), beta=beta), [expected])
+
+
+def test_discounted_rewards_are_divided_by_their_deviation_alone():
+    """TRL adds 1e-4 to it."""
+    worth = torch.tensor([[0.8125, 0.9375, 0, 0]])
     close(normalised(worth, scale="group"), [[0.7385, 0.9847, -0.8616, -0.8616]], 2e-4)
-
-
-def test_rows_that_are_equally_likely_share_their_ranks():
-    found = discounted(torch.ones(1, 4), torch.tensor([[-1.0, -3, -1, -1]]), beta=0.4)
-    close(found, [[0.8, 1.0, 0.8, 0.8]])  # ranks 2, 0, 2, 2
-
-
-def test_rewards_that_are_not_positive_keep_their_size():
-    rewards = torch.tensor([[-1.0, 0, 2, -0.5]])
-    close(discounted(rewards, torch.tensor([[-1.0, -2, -3, -4]]), beta=0.5), [[-1.0, 0, 1.75, -0.5]])
 
 
 def test_rows_without_reward_or_own_tokens_have_no_rank():

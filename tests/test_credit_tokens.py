@@ -65,25 +65,20 @@ def test_where_trl_has_no_old_logprobs_they_are_what_it_would_compute(tmp_path):
     torch.testing.assert_close(*chosen)
 
 
-def test_without_candidates_nothing_is_clipped(tmp_path):
-    expected, _ = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=odd)
-    options = dict(reward_funcs=odd, clip_cov=0.5, clip_cov_low=1e6, clip_cov_high=2e6)
-    got, log = trained(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
-    assert_same(got, expected)
-    assert log[0]["credit/clip_cov_fraction"] == 0
-
-
 def test_a_fraction_above_zero_is_at_least_one_token(tmp_path):
     output = one_batch(make(tmp_path, clip_cov=1e-9, clip_cov_low=0.0, clip_cov_high=100.0))
     assert ((output["advantages"] == 0) & loss_tokens(output)).sum() == 1
 
 
-def test_measuring_tokens_leaves_dropout_and_random_states_alone(tmp_path):
-    """Without candidates nothing but the pass for log-probabilities happens, and training draws dropout."""
-    options = dict(reward_funcs=odd, peft_config=DROPOUT)
+@pytest.mark.parametrize("peft_config", [None, DROPOUT], ids=["no dropout", "dropout"])
+def test_without_candidates_nothing_is_clipped_and_dropout_and_random_states_are_left_alone(tmp_path, peft_config):
+    """Nothing but the pass for log-probabilities happens. With dropout, training uses random states."""
+    options = dict(reward_funcs=odd, peft_config=peft_config)
     expected, _ = trained(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
     off = dict(clip_cov=0.5, clip_cov_low=1e6, clip_cov_high=2e6)
-    assert_same(trained(ExplorationTrainer, ExplorationConfig, tmp_path, **off, **options)[0], expected)
+    got, log = trained(ExplorationTrainer, ExplorationConfig, tmp_path, **off, **options)
+    assert_same(got, expected)
+    assert log[0]["credit/clip_cov_fraction"] == 0
 
 
 def test_only_trained_tokens_are_counted_and_clipped(tmp_path):
@@ -175,15 +170,8 @@ def test_the_gradient_is_that_of_the_authors_loss(tmp_path, loss_type, more):
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
     assert ratios.max() > 1.5 and 0 < ratios[ratios > 0].min() < 0.5  # outside every clip range
     assert sum(value.abs().sum() for value in expected.values()) > 0.1
+    assert differ(expected, gradients(trainer, authors_loss(trainer, output, coef=0.0)[0]))  # the penalty is in it
     assert all(torch.equal(output[name], value) for name, value in before.items())  # trained again in the next pass
-
-
-def test_the_penalty_is_part_of_that_gradient(tmp_path):
-    trainer = make(tmp_path, **KL)
-    output = one_batch(trainer)
-    moved(trainer)
-    found = gradients(trainer, trainer.compute_loss(trainer.model, output))
-    assert differ(found, gradients(trainer, authors_loss(trainer, output, coef=0.0)[0]))
 
 
 def test_a_penalty_of_weight_zero_only_lifts_the_clip(tmp_path):

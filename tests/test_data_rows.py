@@ -8,6 +8,7 @@ from datasets import Dataset
 from test_branpo import Lake, odd_steps
 from trl import GRPOConfig, GRPOTrainer
 from world import (
+    BOARDS,
     assert_same,
     contains_answer,
     make_agent,
@@ -24,8 +25,6 @@ from trl_explore.evaluation.hard_prompts import filter_hard_prompts
 from trl_explore.rows.columns import row_columns
 from trl_explore.rows.rollouts import Rows
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
-
-BOARDS = ["S../.../..G", "S../..X/..G"]
 
 
 def agent(cls, config, folder, **options):
@@ -51,6 +50,7 @@ def test_every_method_trains_on_prompts_that_are_made_on_the_fly(tmp_path, metho
     found = []
     for data in (make_dataset(), on_the_fly()):
         trainer = make_trainer(cls, config, tmp_path, train_dataset=data, max_steps=1, **options)
+        assert trainer.longest_prompt() == 4
         trainer.train()
         found.append(parameters(trainer))
     assert_same(*found)
@@ -97,35 +97,18 @@ def test_rows_that_are_read_without_a_prompt_are_refused(tmp_path, make):
 
 
 def test_columns_are_those_of_rows():
-    assert row_columns(make_dataset()) == ["prompt", "answer"]
-    assert row_columns(on_the_fly()) == ["prompt", "answer"]
-    assert row_columns(make_dataset().to_iterable_dataset()) == ["prompt", "answer"]
+    for data in (make_dataset(), on_the_fly(), make_dataset().to_iterable_dataset()):
+        assert row_columns(data) == ["prompt", "answer"]
     assert row_columns(make_dataset().to_iterable_dataset().map(lambda row: row)) is None
     assert row_columns(Dataset.from_dict({"prompt": []})) == ["prompt"]
 
 
-def test_the_longest_prompt_is_one_that_is_made_on_the_fly(tmp_path):
-    trainer = make_trainer(*PLAIN, tmp_path, train_dataset=on_the_fly())
-    assert trainer.longest_prompt() == 4
-
-
-def test_prompts_that_are_made_on_the_fly_can_be_measured(tmp_path):
-    found = [
-        evaluate(
-            make_model(),
-            data,
-            processing_class=make_tokenizer(),
-            reward_funcs=contains_answer,
-            sampling=Sampling(num_samples=2, max_new_tokens=4),
-            progress=False,
-        )["metrics"]
-        for data in (make_dataset(), on_the_fly())
-    ]
+def test_prompts_that_are_made_on_the_fly_can_be_measured_and_filtered():
+    given = dict(reward_funcs=contains_answer, processing_class=make_tokenizer())
+    options = dict(given, sampling=Sampling(num_samples=2, max_new_tokens=4), progress=False)
+    found = [evaluate(make_model(), data, **options)["metrics"] for data in (make_dataset(), on_the_fly())]
     assert found[0] == found[1]
-
-
-def test_prompts_that_are_made_on_the_fly_can_be_filtered(tmp_path):
-    options = dict(reward_funcs=contains_answer, processing_class=make_tokenizer(), k=2, max_completion_length=4)
+    options = dict(given, k=2, max_completion_length=4)
     kept = [filter_hard_prompts(make_model(), data, **options) for data in (make_dataset(), on_the_fly())]
     assert [row["prompt"] for row in kept[0]] == [row["prompt"] for row in kept[1]]
 

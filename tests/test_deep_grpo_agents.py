@@ -6,7 +6,16 @@ import pytest
 import torch
 from peft import LoraConfig
 from test_adapters import AGENT, parity
-from test_branpo import Judged, Lake, OwnState, Uncopyable, Voice, make
+from test_branpo import (
+    Judged,
+    Lake,
+    OwnState,
+    Uncopyable,
+    Voice,
+    answers_of_a_fresh_game,
+    answers_of_tools,
+    make,
+)
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says
 
@@ -37,13 +46,15 @@ def voice(monkeypatch):
     return use
 
 
-def test_an_environment_without_tools_scores_the_branches(tmp_path, voice):
+def test_an_environment_without_tools_scores_the_branches_and_stops_the_run_if_it_always_raises(tmp_path, voice):
     scored = []
 
     class Silent(Lake):
         move = None
 
         def get_reward(self):
+            if scored is None:
+                raise RuntimeError("no judge")
             scored.append(self)
             return float(torch.rand(()) < 0.5)
 
@@ -52,17 +63,7 @@ def test_an_environment_without_tools_scores_the_branches(tmp_path, voice):
     one_batch(trainer)
     num_branches = len(trainer.branching.results[0].scored.rows["completion_ids"])
     assert num_branches > 0 and len(scored) >= 8 + num_branches
-
-
-def test_an_environment_without_tools_stops_the_run_if_its_reward_always_raises(tmp_path, voice):
-    class Silent(Lake):
-        move = None
-
-        def get_reward(self):
-            raise RuntimeError("no judge")
-
-    voice()
-    trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
+    scored = None
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match=r"every environment .*\(8 of 8\).*no judge"):
         trainer.train()
 
@@ -77,30 +78,17 @@ SETTINGS = {"plain": {}, "lora, beta": dict(peft_config=LORA, beta=0.1), "dr_grp
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize(
-    "own", [dict(aux_loss_weight=0.0), dict(success_threshold=-1.0)], ids=["weight 0", "no failure"]
-)
-def test_agents_are_grpo_bit_for_bit(tmp_path, voice, options, own):
-    voice()
-    runs = []
-    for cls, config, knobs in ((GRPOTrainer, GRPOConfig, {}), (DeepGRPOTrainer, DeepGRPOConfig, own)):
+def test_agents_are_grpo_bit_for_bit(tmp_path, voice, options):
+    def learned(cls, config, **own):
         torch.manual_seed(0)
-        trainer = agent(tmp_path, cls, config, **options, **knobs)
+        trainer = agent(tmp_path, cls, config, **options, **own)
         trainer.train()
-        runs.append(parameters(trainer))
-    assert_same(*runs)
+        return parameters(trainer)
 
-
-def answered(messages):
-    return [message["content"] for message in messages if message["role"] == "tool"]
-
-
-def played_again(messages, board):
-    """What a fresh game answers to the calls of a branch, and the game."""
-    game = Lake()
-    game.reset(board)
-    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or []]
-    return [game.move(**call) for call in calls[: len(answered(messages))]], game
+    voice()
+    expected = learned(GRPOTrainer, GRPOConfig)
+    for own in (dict(aux_loss_weight=0.0), dict(success_threshold=-1.0)):  # weight 0, or no failure
+        assert_same(learned(DeepGRPOTrainer, DeepGRPOConfig, **own), expected)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +118,14 @@ def test_branches_go_on_with_their_tools_from_the_state_of_their_turn(tmp_path, 
         assert first <= branch.start < end
         assert branch.start == first or branch.turn == len(origin.turns) - 1  # inside the last turn only
         inside += branch.start > first
-        answers, game = played_again(branch.messages, trainer.main_examples[branch.row]["board"])
-        assert answers == answered(branch.messages) and steps == game.episode.steps
+        answers, game = answers_of_a_fresh_game(trainer, branch)
+        assert answers == answers_of_tools(branch.messages) and steps == game.episode.steps
         text = trainer._tokenizer.decode(branch.completion_ids)
         assert all(answer in text for answer in answers) and text.count("<u>") == len(answers)
         assert branch.rewards[0] == float(steps % 2 == 0)
     assert inside > 0
     for main, example in zip(trainer.environments, trainer.forks.trajectories, strict=True):  # which nobody touched
-        assert main.episode.steps == sum(message["role"] == "tool" for message in example.messages)
+        assert main.episode.steps == len(answers_of_tools(example.messages))
 
 
 def test_only_what_the_policy_said_behind_the_fork_is_trained(tmp_path, voice):

@@ -119,8 +119,13 @@ def words_of(node):
 
 
 @cache
+def nodes_of(path):
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def texts_of(path):
-    return [found for node in ast.walk(ast.parse(path.read_text())) if (found := words_of(node))]
+    return [found for node in nodes_of(path) if (found := words_of(node))]
 
 
 def sources():
@@ -148,8 +153,7 @@ def test_a_quoted_message_is_one_of_the_code(message):
 
 def test_every_warning_of_the_code_is_quoted():
     patterns = [pattern_of(message) for message in quoted_messages()]
-    nodes = [node for path in sources() for node in ast.walk(ast.parse(path.read_text()))]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    calls = [node for path in sources() for node in nodes_of(path) if isinstance(node, ast.Call)]
     calls = [call for call in calls if ast.unparse(call.func) in ("warnings.warn", "logger.warning")]
     texts = [text.replace("`", "") for call in calls if (text := words_of(call.args[0]))]
     assert len(texts) > 20
@@ -168,7 +172,7 @@ REFUSING = [
 @pytest.mark.parametrize("path", REFUSING, ids=lambda path: path.name)
 def test_every_field_that_a_trainer_refuses_is_on_the_page(path):
     page = (DOCS / "coming-from-grpo.md").read_text()
-    raised = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+    raised = [node.exc for node in nodes_of(path) if isinstance(node, ast.Raise)]
     messages = [words_of(error.args[0]) for error in raised if isinstance(error, ast.Call) and error.args]
     for message in filter(None, messages):
         first = re.match(r"\W*(\w+)=", message) or re.match(r"`(\w+)`", message)

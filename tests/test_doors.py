@@ -133,13 +133,8 @@ theirs._three
 """
     )
     found = [*attributes(tree, privates(), derived_classes()), *imports(tree)]
-    assert sorted(name for _, name in found) == [
-        "_generate",
-        "_generate",
-        "_metrics",
-        "theirs._three",
-        "trl.trainer.utils._one",
-    ]
+    names = ["_generate", "_generate", "_metrics", "theirs._three", "trl.trainer.utils._one"]
+    assert sorted(name for _, name in found) == names
 
 
 def module_of(file):
@@ -186,17 +181,17 @@ def test_no_more_modules_import_in_circles():
     assert circles(import_graph()) == CIRCLES
 
 
+def folder_of(module):
+    return module.split(".")[1] if "." in module else ""
+
+
 def folder_graph():
-    """Which folder of the package imports modules of which others. Imports for type checkers alone do not count."""
-    folders = {Path(file).parent.name for file in FILES if file.count("/") > 1 or file.startswith("trainers/")}
+    """Which folder of the package imports modules of which others."""
+    folders = {Path(file).parent.name for file in FILES if Path(file).parent.name != "trl_explore"}
     graph = {folder: set() for folder in folders}
-    for file, tree in FILES.items():
-        folder = Path(file).parent.name
-        if folder not in folders:
-            continue
-        for node in runtime_nodes(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl_explore."):
-                graph[folder] |= {node.module.split(".")[1]} & folders - {folder}
+    for module, imported in import_graph().items():
+        if (folder := folder_of(module)) in folders:
+            graph[folder] |= {folder_of(other) for other in imported} & folders - {folder}
     return graph
 
 

@@ -7,22 +7,8 @@ import torch
 from test_branpo import Lake, OwnState, Uncopyable, Voice, count_batches, make, search, with_tools
 from world import BOARDS, always, assert_same, differ, make_agent, parameters, says
 
-from trl_explore.trainers import (
-    AgentTreeGRPOConfig,
-    AgentTreeGRPOTrainer,
-    AutoExploreConfig,
-    AutoExploreTrainer,
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    GiGPOConfig,
-    GiGPOTrainer,
-    SESAConfig,
-    SESATrainer,
-)
+from trl_explore.methods import METHODS
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 OURS = ExplorationTrainer, ExplorationConfig
 REFILL = dict(dynamic_sampling="refill", max_sampling_rounds=4)
@@ -50,7 +36,8 @@ def sound_lake(monkeypatch):
 
 def test_trained_rows_have_the_rewards_of_their_own_environments(tmp_path, monkeypatch):
     """The number of moves of a trajectory can be read from its tokens. It must fit to its reward."""
-    says(Voice(0.6), monkeypatch.setattr)
+    voice = Voice(0.6)
+    says(voice, monkeypatch.setattr)
     trainer = make(*OURS, tmp_path, reward_funcs=[seldom], max_steps=8, **REFILL, log_completions=True)
     batches = []
     run = type(trainer)._generate_and_score_completions
@@ -65,6 +52,8 @@ def test_trained_rows_have_the_rewards_of_their_own_environments(tmp_path, monke
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "selection/rounds" in entry]
     assert any(entry["selection/rounds"] > 1 for entry in log) and differ(parameters(trainer), before)
+    said = sum(len(ours) for call in voice.calls for _, ours in call)  # without the tokens of tools
+    assert log[-1]["generation/sampled_tokens"] <= said
     seen = 0
     for output in batches:
         for ids, mask, advantage in zip(
@@ -77,34 +66,23 @@ def test_trained_rows_have_the_rewards_of_their_own_environments(tmp_path, monke
     assert seen > 8
 
 
-def test_tokens_of_tools_are_no_sampled_tokens(tmp_path, monkeypatch):
-    voice = Voice(0.6)
-    says(voice, monkeypatch.setattr)
-    trainer = make(*OURS, tmp_path, reward_funcs=[seldom], max_steps=3, **REFILL)
-    trainer.train()
-    said = sum(len(ours) for call in voice.calls for _, ours in call)
-    assert trainer.state.log_history[-2]["generation/sampled_tokens"] <= said
-
-
-PAIRS = {
-    "gigpo": (GiGPOTrainer, GiGPOConfig, {}),
-    "branpo": (BranPOTrainer, BranPOConfig, dict(num_branches=2, reward_funcs=[hardly_ever])),
-    "agent_tree_grpo": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(num_expansions=2)),
-    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2)),
-    "auto": (AutoExploreTrainer, AutoExploreConfig, dict(explore_min_share=1.0)),
-    "sesa": (SESATrainer, SESAConfig, dict(mode="agent", num_actions=2)),
+OF_METHODS = {
+    "gigpo": {},
+    "branpo": dict(num_branches=2, reward_funcs=[hardly_ever]),
+    "agent_tree_grpo": dict(num_expansions=2),
+    "deep_grpo": dict(num_branches=2),
+    "auto": dict(explore_min_share=1.0),
+    "sesa": dict(mode="agent", num_actions=2),
 }
-
-
 STATES = [("branpo", OwnState), ("branpo", Uncopyable)]  # how states are kept does not depend on the method
 
 
-@pytest.mark.parametrize(("method", "factory"), [*((method, Lake) for method in PAIRS), *STATES])
+@pytest.mark.parametrize(("method", "factory"), [*((method, Lake) for method in OF_METHODS), *STATES])
 def test_methods_train_and_resume_bit_for_bit(tmp_path, monkeypatch, method, factory):
     says(Voice(0.6), monkeypatch.setattr)
-    cls, config, own = PAIRS[method]
+    cls, config = METHODS[method].trainer_class, METHODS[method].config_class
     options = dict(reward_funcs=[seldom], max_steps=4, save_strategy="steps", save_steps=2, factory=factory)
-    options |= {**REFILL, **own}
+    options |= {**REFILL, **OF_METHODS[method]}
     torch.manual_seed(0)
     whole = make(cls, config, tmp_path / "whole", **options)
     before = parameters(whole)
@@ -182,18 +160,9 @@ def test_environments_of_several_names(tmp_path, monkeypatch):
 
 def test_environments_that_bring_their_own_prompts(tmp_path, monkeypatch):
     says(Voice(0.6), monkeypatch.setattr)
-    trainer = make_agent(
-        *OURS,
-        tmp_path,
-        boards=copy.copy(BOARDS),
-        environment_factory=Lake,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=200,
-        max_tool_calling_iterations=4,
-        reward_funcs=[seldom],
-        trained_generations=2,
-        **REFILL,
-    )
+    options = dict(boards=copy.copy(BOARDS), environment_factory=Lake, reward_funcs=[seldom], trained_generations=2)
+    options |= dict(per_device_train_batch_size=8, num_generations=4)
+    options |= dict(max_completion_length=200, max_tool_calling_iterations=4)
+    trainer = make_agent(*OURS, tmp_path, **options, **REFILL)
     trainer.train()
     assert trainer.state.log_history[0]["selection/untrained_tokens"] > 0

@@ -54,27 +54,14 @@ class Door:
         return f"open by {hand}"
 
     async def knock(self, times: int) -> str:
-        """
-        Knocks.
-
-        Args:
-            times: How often.
-
-        Returns:
-            What is heard.
-        """
+        """Knocks so many times."""
         await asyncio.sleep(0)
         if "knock" in self.breaks:
             raise OSError("no hand")
         return "knock " * times
 
     def careful(self) -> str:
-        """
-        Opens the door, and answers if it is stuck.
-
-        Returns:
-            What happens.
-        """
+        """Opens the door, and answers if it is stuck."""
         try:
             return self.open("left")
         except ValueError:
@@ -93,17 +80,13 @@ def door(*breaks):
     return guarded(lambda: Door(breaks))()
 
 
-def test_a_sound_environment_behaves_as_before():
+def test_a_sound_environment_and_other_instances_of_its_class_behave_as_before():
     environment = door()
     assert type(environment) is Door
     assert environment.reset(word="a") == "door a"
     assert environment.open("left") == "open by left" and environment.open(hand="left", force=2)
     assert asyncio.run(environment.knock(2)) == "knock knock "
     assert environment.get_reward() == 3.0 and environment_error(environment) is None
-
-
-def test_other_instances_of_the_class_raise_as_before():
-    door("reset")
     with pytest.raises(RuntimeError, match="no key"):
         Door(("reset",)).reset()
     with pytest.raises(ZeroDivisionError):
@@ -141,7 +124,13 @@ def test_trl_finds_the_same_tools():
 
 
 def test_a_tool_that_raises_ends_the_episode():
-    environment = door("open")
+    environment = door("open", "knock")
+    assert environment.careful() == "still closed"  # what an environment catches itself is no failure
+    assert environment_error(environment) is None
+    with pytest.raises(OSError, match="no hand"):
+        asyncio.run(environment.knock(1))
+    assert str(environment_error(environment)) == "no hand"
+    environment.reset()
     with pytest.raises(ValueError, match="stuck"):
         environment.open("left")
     environment.breaks = ()
@@ -150,13 +139,6 @@ def test_a_tool_that_raises_ends_the_episode():
     environment.reset()
     environment.open("left")
     assert environment_error(environment) is None and environment.get_reward() == 1.0
-
-
-def test_coroutines_are_guarded():
-    environment = door("knock")
-    with pytest.raises(OSError, match="no hand"):
-        asyncio.run(environment.knock(1))
-    assert str(environment_error(environment)) == "no hand"
 
 
 @pytest.mark.parametrize("arguments", [{}, {"hand": "left", "speed": 1}, {"force": 2}])
@@ -169,11 +151,6 @@ def test_a_call_that_does_not_fit_is_the_models_mistake_and_reads_as_with_grpo(a
             tool(**arguments)
         assert str(seen.value) == str(plain.value)
     assert environment_error(environment) is None
-
-
-def test_what_an_environment_catches_itself_is_no_failure():
-    environment = door("open")
-    assert environment.careful() == "still closed" and environment_error(environment) is None
 
 
 def test_reset_and_reward_do_not_raise():
@@ -361,9 +338,8 @@ def test_failures_count_over_batches_until_a_call_succeeds():
     streak.add(failed=7, total=8)
     assert not streak.is_long
     streak.add(failed=9, total=9)
-    assert streak.is_long and "every tool call of this generation batch raised (9 of 9)" in streak.describe(
-        "tool call"
-    )
+    assert streak.is_long
+    assert "every tool call of this generation batch raised (9 of 9)" in streak.describe("tool call")
 
 
 def test_an_environment_that_cannot_be_guarded_is_refused():

@@ -16,6 +16,7 @@ from world import make_dataset, make_model, make_tokenizer
 from trl_explore.evaluation.completions import encode_prompts, read_completions
 from trl_explore.evaluation.evaluate import NoRewardError, default_metrics, evaluate, parse_metrics
 from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler, _vllm_rank
+from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.saving.records import FileRefusedError
 
@@ -36,13 +37,8 @@ class Scripted:
                 raise KeyboardInterrupt
             self.asked.append(index)
             ids = [TOKENIZER(text=text)["input_ids"] + [TOKENIZER.eos_token_id] for text in self.texts[index]]
-            yield (
-                index,
-                [
-                    Continuation(i, finished=text not in self.truncated)
-                    for i, text in zip(ids, self.texts[index], strict=True)
-                ],
-            )
+            finished = [text not in self.truncated for text in self.texts[index]]
+            yield index, [Continuation(i, finished=done) for i, done in zip(ids, finished, strict=True)]
 
 
 def exact(completions, answer, **kwargs):
@@ -110,9 +106,9 @@ def test_reward_functions_receive_what_they_receive_in_training(conversational):
         calls.append(kwargs)
         return [1.0] * len(kwargs["completions"])
 
-    prompts = (
-        [[{"role": "user", "content": prompt}] for prompt in DATA["prompt"]] if conversational else DATA["prompt"]
-    )
+    prompts = DATA["prompt"][:]
+    if conversational:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     data = Dataset.from_dict({"prompt": prompts, "answer": DATA["answer"], "level": [1, 2, 3, 4]})
     run(Scripted(TEXTS), data, reward_funcs=spy)
     first = calls[0]
@@ -124,17 +120,22 @@ def test_reward_functions_receive_what_they_receive_in_training(conversational):
 
 
 def test_a_reward_function_that_answers_too_little_is_named():
-    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
-        run(Scripted(TEXTS), reward_funcs=lambda **kwargs: [1.0])
+    def short(**kwargs):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="'short' returned 1 rewards for 4 completions"):
+        run(Scripted(TEXTS), reward_funcs=short)
 
 
-def test_async_reward_functions_are_refused_before_anything_is_sampled():
+def test_async_rewards_and_data_without_prompts_are_refused_before_anything_is_sampled():
     async def slow(completions, **kwargs):
         return [1.0] * len(completions)
 
     idle = Scripted(TEXTS)
     with pytest.raises(ValueError, match="synchronous"):
         run(idle, reward_funcs=slow)
+    with pytest.raises(ValueError, match=r"4 rows with \['question', 'answer'\]"):
+        run(idle, DATA.rename_column("prompt", "question"))
     assert idle.asked == []
 
 
@@ -169,7 +170,6 @@ def test_other_metrics_and_rewards_need_no_sampling(tmp_path):
     [
         ({"sampling": Sampling(num_samples=2, max_new_tokens=8)}, "num_samples=4, now 2"),
         ({"sampling": Sampling(num_samples=4, max_new_tokens=8, seed=1)}, "seed=0, now 1"),
-        ({"sampling": Sampling(num_samples=4, max_new_tokens=8, top_p=0.9)}, "top_p=1.0, now 0.9"),
         ({"dataset": DATA.select([0, 1, 3])}, r"num_prompts=4, now 3; other prompts \(data, limit"),
         ({"source": {"weights": "b", "engine": "x"}}, r"other weights \(the model\); engine=None, now 'x'"),
     ],
@@ -197,10 +197,8 @@ def model():
 def test_a_model_samples_by_its_seed_and_is_left_as_it_was():
     model = make_model(attention_dropout=0.3).train()
     twin, state = copy.deepcopy(model), torch.get_rng_state()
-    sampler, prompts = (
-        TransformersSampler(model, TOKENIZER),
-        dict(enumerate(encode_prompts(ROWS["prompt"], TOKENIZER))),
-    )
+    sampler = TransformersSampler(model, TOKENIZER)
+    prompts = dict(enumerate(encode_prompts(ROWS["prompt"], TOKENIZER)))
     first, second = (dict(sampler(prompts, FOUR)) for _ in range(2))
     assert first == second
     assert dict(sampler(prompts, replace(FOUR, seed=1))) != first
@@ -214,9 +212,8 @@ def test_samples_follow_the_models_distribution(model):
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1] / 0.7
     counts = Counter()
-    for _, samples in sampler(
-        {i: ids for i in range(4)}, Sampling(num_samples=500, temperature=0.7, max_new_tokens=1)
-    ):
+    sampling = Sampling(num_samples=500, temperature=0.7, max_new_tokens=1)
+    for _, samples in sampler(dict.fromkeys(range(4), ids), sampling):
         counts.update(sample.token_ids[0] for sample in samples)
     for token, probability in enumerate(logits.softmax(-1).tolist()):
         assert counts[token] / 2000 == pytest.approx(probability, abs=0.045)
@@ -224,9 +221,8 @@ def test_samples_follow_the_models_distribution(model):
 
 def test_greedy_completions_are_the_most_likely_ones(model):
     prompts = dict(enumerate(encode_prompts(ROWS["prompt"], TOKENIZER)))
-    greedy = dict(
-        TransformersSampler(model, TOKENIZER, batch_size=5)(prompts, Sampling(temperature=0, max_new_tokens=6))
-    )
+    sampler = TransformersSampler(model, TOKENIZER, batch_size=5)
+    greedy = dict(sampler(prompts, Sampling(temperature=0, max_new_tokens=6)))
     for index, ids in prompts.items():
         expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6, eos_token_id=1)
         (sample,) = greedy[index]
@@ -244,9 +240,8 @@ def test_a_batch_that_was_cut_in_two_leaves_the_other_batches_alone(model):
 
 
 def test_completions_that_do_not_fit_the_model_are_refused(model):
-    with pytest.raises(
-        ValueError, match="has 4 tokens, .* context of 128 tokens; lower max_new_tokens to at most 124"
-    ):
+    message = "has 4 tokens, .* context of 128 tokens; lower max_new_tokens to at most 124"
+    with pytest.raises(ValueError, match=message):
         run(model, ROWS, sampling=Sampling(max_new_tokens=125))
 
 
@@ -298,11 +293,6 @@ def test_sampling_options_have_ranges(fields, message):
         Sampling(**fields)
 
 
-def test_a_data_set_needs_prompts():
-    with pytest.raises(ValueError, match=r"4 rows with \['question', 'answer'\]"):
-        run(Scripted(TEXTS), DATA.rename_column("prompt", "question"))
-
-
 class FakeServer(http.server.BaseHTTPRequestHandler):
     """Answers as vLLM does: every sample is the digit 1, and the first of each prompt is cut off."""
 
@@ -342,9 +332,8 @@ def test_a_server_is_asked_for_token_ids_of_every_prompt(server):
     sampling = Sampling(num_samples=3, temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=8, seed=2)
     result = run(ServerSampler(f"{server}/v1/", "small"), sampling=sampling, metrics=["pass@1"])
     assert result["truncated"] == pytest.approx(1 / 3) and result["tokens"] == 4 * 3 * 2
-    assert sorted(asked["prompt"] for asked in FakeServer.requests) == sorted(
-        encode_prompts(DATA["prompt"], TOKENIZER)
-    )
+    prompts = [asked["prompt"] for asked in FakeServer.requests]
+    assert sorted(prompts) == sorted(encode_prompts(DATA["prompt"], TOKENIZER))
     assert values(result) == {"pass@1": 0.25}
     expected = {"model": "small", "n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 8}
     assert all(asked.items() >= (expected | {"return_token_ids": True}).items() for asked in FakeServer.requests)

@@ -17,6 +17,7 @@ from world import (
     differ,
     make_trainer,
     one_batch,
+    parameters,
     saved_model,
     says,
     some_letter,
@@ -117,12 +118,8 @@ def test_a_model_of_sentence_transformers_is_asked(sentence_model):
 
 
 def test_answers_are_read_as_votes_read_them():
-    assert answered_reward([r"\boxed{4}", "17", "no answer", [{"role": "assistant", "content": "#### 3"}]]) == [
-        1,
-        1,
-        0,
-        1,
-    ]
+    completions = [r"\boxed{4}", "17", "no answer", [{"role": "assistant", "content": "#### 3"}]]
+    assert answered_reward(completions) == [1, 1, 0, 1]
 
 
 # -------------------------------------------------------------------------------------------------------- reductions
@@ -162,16 +159,15 @@ def test_without_bands_the_majority_is_what_remains(tmp_path):
     short = dict(max_completion_length=2, per_device_train_batch_size=32, num_generations=4)
     expected, log = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=voted, **short)
     assert any(entry.get("reward_std", 0) > 0 for entry in log)
-    got, log = trained(EvolRLTrainer, EvolRLConfig, tmp_path, novelty_band=0.0, reward_funcs=even_length, **short)
-    assert_same(got, expected)
-    assert 0 < log[0]["votes/right_fraction"] <= log[0]["votes/answered_fraction"] < 1
-
-
-def test_a_single_answer_of_a_group_does_not_count_as_right(tmp_path):
-    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, embedding_model="ngrams")
+    own = dict(short, novelty_band=0.0, reward_funcs=even_length)
+    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **own)
     known, right = trainer._classes(["7", None, None, None, "8", "8", "9", None], torch.zeros(8))
     assert known == [True, False, False, False, True, True, True, False]
     assert right == [False] * 4 + [True, True, False, False]
+    trainer.train()
+    assert_same(parameters(trainer), expected)
+    log = trainer.state.log_history
+    assert 0 < log[0]["votes/right_fraction"] <= log[0]["votes/answered_fraction"] < 1
 
 
 # ----------------------------------------------------------------------------------------------- what is shaped
@@ -206,31 +202,19 @@ def test_rows_without_a_reward_are_left_out(tmp_path):
     assert (output["advantages"][unknown] == 0).all() and (output["advantages"][[0, 2, 3]] != 0).all()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, dict(novelty_band=0.1), dict(novelty_scores="shuffled"), dict(correctness="majority")], ids=str
-)
-def test_each_knob_changes_what_is_learned(tmp_path, options):
-    batch = dict(per_device_train_batch_size=32, reward_funcs=even_length)
-    before = JUDGED if options else {**JUDGED, "novelty_band": 0.0}
-    expected, _ = trained(EvolRLTrainer, EvolRLConfig, tmp_path, **before, **batch)
-    got, log = trained(EvolRLTrainer, EvolRLConfig, tmp_path, **{**JUDGED, **options}, **batch)
-    assert differ(got, expected)
-    assert all(torch.isfinite(value).all() for value in got.values())
-    assert 0 <= log[0].get("novelty/mean_similarity", 0) <= 1
-
-
-def test_the_table_tells_answers_and_novelty(tmp_path):
-    trainer = make_trainer(
-        *(EvolRLTrainer, EvolRLConfig, tmp_path), **VOTED, log_completions=True, max_steps=1, max_completion_length=2
-    )
-    trainer.train()
-    columns = trainer.completion_columns()
-    assert columns.keys() == {"answer", "novelty", "shaped_reward"}
-    assert all(len(values) == 8 for values in columns.values())
-    assert all(
-        (answer == "") == math.isnan(value)
-        for answer, value in zip(columns["answer"], columns["novelty"], strict=True)
-    )
+def test_each_knob_changes_what_is_learned(tmp_path):
+    batch = dict(JUDGED, per_device_train_batch_size=32, reward_funcs=even_length)
+    usual, _ = trained(EvolRLTrainer, EvolRLConfig, tmp_path, **batch)
+    for options in (
+        dict(novelty_band=0.0),
+        dict(novelty_band=0.1),
+        dict(novelty_scores="shuffled"),
+        dict(correctness="majority"),
+    ):
+        got, log = trained(EvolRLTrainer, EvolRLConfig, tmp_path, **{**batch, **options})
+        assert differ(got, usual), options
+        assert all(torch.isfinite(value).all() for value in got.values())
+        assert 0 <= log[0].get("novelty/mean_similarity", 0) <= 1
 
 
 # -------------------------------------------------------------------------------------------------------- its limits
@@ -264,18 +248,22 @@ def test_votes_are_those_of_what_was_said_whatever_a_reward_function_makes_of_it
         return [0.0] * len(completions)
 
     says_nothing(monkeypatch, 2)
-    options = dict(conversational=True, reward_funcs=rewrites, max_steps=1)
+    options = dict(conversational=True, reward_funcs=rewrites, max_steps=1, log_completions=True)
     trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **VOTED, **options)
-    trainer.train()
-    assert trainer.completion_columns()["answer"] == ["5", "5", "", ""] * 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*two answers")  # there is a majority
+        trainer.train()
+    columns = trainer.completion_columns()
+    assert columns.keys() == {"answer", "novelty", "shaped_reward"}
+    assert columns["answer"] == ["5", "5", "", ""] * 2 and len(columns["shaped_reward"]) == 8
+    assert [math.isnan(value) for value in columns["novelty"]] == [False, False, True, True] * 2
 
 
-@pytest.mark.parametrize(("answers", "own"), [(2, VOTED), (0, JUDGED)])
-def test_majorities_and_reward_functions_need_no_warning(tmp_path, monkeypatch, answers, own):
-    says_nothing(monkeypatch, answers)
+def test_reward_functions_need_no_warning(tmp_path, monkeypatch):
+    says_nothing(monkeypatch, 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*two answers")
-        make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **own, max_steps=1).train()
+        make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **JUDGED, max_steps=1).train()
 
 
 def test_without_sentence_transformers_the_extra_is_named(tmp_path, monkeypatch):

@@ -22,44 +22,27 @@ from world import (
 
 from trl_explore.methods import METHODS
 from trl_explore.selection.choice import share_at
-from trl_explore.trainers import (
-    AgentTreeGRPOConfig,
-    AgentTreeGRPOTrainer,
-    AttnRLConfig,
-    AttnRLTrainer,
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-    TreeRLConfig,
-    TreeRLTrainer,
-)
+from trl_explore.trainers import SESAConfig
 
+
+def method(name, **options):
+    return METHODS[name].trainer_class, METHODS[name].config_class, options
+
+
+TREES = dict(expansion_width=3, node_length=2, epsilon_high=None)
 OWN_ROWS = {
-    "tree": (TreeGRPOTrainer, TreeGRPOConfig, dict(expansion_width=3, node_length=2, epsilon_high=None)),
-    "tree with shared prefixes": (
-        TreeGRPOTrainer,
-        TreeGRPOConfig,
-        dict(expansion_width=3, node_length=2, epsilon_high=None, share_prefix_once=True),
-    ),
-    "sketches": (SESATrainer, SESAConfig, dict(max_sketch_length=4)),
-    "weighted sketches": (SESATrainer, SESAConfig, dict(max_sketch_length=4, off_policy_correction=True)),
-    "lists": (SESATrainer, SESAConfig, dict(mode="sequential")),
+    "tree": method("tree_grpo", **TREES),
+    "tree with shared prefixes": method("tree_grpo", **TREES, share_prefix_once=True),
+    "sketches": method("sesa", max_sketch_length=4),
+    "weighted sketches": method("sesa", max_sketch_length=4, off_policy_correction=True),
+    "lists": method("sesa", mode="sequential"),
 }
 BRANCHES = {
-    "deep": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
-    "branpo": (BranPOTrainer, BranPOConfig, {}),
-    "agents": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, {}),
-    "forks": (TreeRLTrainer, TreeRLConfig, {}),
-    "steps": (AttnRLTrainer, AttnRLConfig, TINY["attn_rl"].options),
+    "deep": method("deep_grpo", num_branches=3, segmentation="fixed", segment_length=2),
+    "branpo": method("branpo"),
+    "agents": method("agent_tree_grpo"),
+    "forks": method("tree_rl"),
+    "steps": method("attn_rl", **TINY["attn_rl"].options),
 }
 ALL = {**OWN_ROWS, **BRANCHES}
 UNSOLVED = dict(explore_prompts="unsolved")
@@ -101,10 +84,18 @@ def test_where_nothing_is_solved_all_are_explored(tmp_path, case):
     assert all(entry["explore_share"] == 1 for entry in log if "reward" in entry)
 
 
+@pytest.fixture(scope="module")
+def of_grpo(tmp_path_factory):
+    """A batch of GRPO, and the random state behind it."""
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path_factory.mktemp("grpo"), reward_funcs=odd_solved)
+    return one_batch(trainer), torch.get_rng_state()
+
+
 @pytest.mark.parametrize("case", OWN_ROWS)
-def test_solved_groups_have_the_rows_and_advantages_of_grpo(tmp_path, case):
+def test_solved_groups_have_the_rows_and_advantages_of_grpo(tmp_path, case, of_grpo):
     trainer, output = batch(case, tmp_path, reward_funcs=odd_solved, **UNSOLVED)
-    expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
+    expected, state = of_grpo
+    assert torch.equal(state, torch.get_rng_state())  # the next batch of the plain stream is as it was
     solved = odd_groups(trainer)
     assert 0 < solved.sum() < len(solved)
     width = expected["completion_ids"].shape[1]
@@ -125,14 +116,6 @@ def test_unsolved_groups_have_the_credit_of_their_tree(tmp_path):
 
 
 @pytest.mark.parametrize("case", OWN_ROWS)
-def test_exploring_leaves_the_next_batch_of_the_plain_stream_as_it_is(tmp_path, case):
-    trainer, _ = batch(case, tmp_path, reward_funcs=odd_solved, **UNSOLVED)
-    after = torch.get_rng_state()
-    one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
-    assert torch.equal(after, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("case", OWN_ROWS)
 def test_every_row_is_asked_about_once(tmp_path, case):
     asked = []
 
@@ -149,10 +132,9 @@ def test_every_row_is_asked_about_once(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", OWN_ROWS)
-def test_rows_may_join_the_failed_group(tmp_path, case):
+def test_rows_may_join_the_failed_group(tmp_path, case, of_grpo):
     trainer, output = batch(case, tmp_path, reward_funcs=odd_solved, explore_into="add", **UNSOLVED)
-    expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
-    assert torch.equal(output["completion_ids"], expected["completion_ids"])
+    assert torch.equal(output["completion_ids"], of_grpo[0]["completion_ids"])
     weight, totals, steps = trainer.stream_training.prepared["explored"]
     assert weight == 1.0 and totals.num_rows == len(output["advantages"]) + int((~odd_groups(trainer)).sum())
 
@@ -175,21 +157,29 @@ def test_it_trains_and_resumes_where_it_was(tmp_path, case, into):
         assert table["prompt"].notna().all()
 
 
-@pytest.mark.parametrize("into", ["replace", "add"])
-@pytest.mark.parametrize("case", OWN_ROWS)
-def test_a_comparison_pays_for_what_was_sampled_first(tmp_path, case, into):
-    trainer_class, config_class, own = OWN_ROWS[case]
-    asked = []
+class Noting:
+    """Rewards of `odd_solved`, and how many tokens each call was asked about."""
 
-    def noting(completion_ids, answer, **columns):
-        asked.append(sum(map(len, completion_ids)))
+    __name__ = "noting"
+
+    def __init__(self):
+        self.tokens = []
+
+    def __call__(self, completion_ids, answer, **columns):
+        self.tokens.append(sum(map(len, completion_ids)))
         return odd_solved(completion_ids, answer)
 
+
+@pytest.mark.parametrize("into", ["replace", "add"])
+@pytest.mark.parametrize("case", ["tree", "sketches", "lists"])
+def test_a_comparison_pays_for_what_was_sampled_first(tmp_path, case, into):
+    trainer_class, config_class, own = OWN_ROWS[case]
+    noting = Noting()
     options = dict(reward_funcs=noting, max_steps=1, explore_into=into, **UNSOLVED)
     _, log = trained(trainer_class, config_class, tmp_path, **own, **options)
-    assert log[0]["explore/plain_tokens"] == asked[0]
+    assert log[0]["explore/plain_tokens"] == noting.tokens[0]
     method_tokens = log[0].get("tree/sampled_tokens", log[0].get("sketch/sampled_tokens"))
-    assert log[0]["generation/sampled_tokens"] == asked[0] + method_tokens
+    assert log[0]["generation/sampled_tokens"] == noting.tokens[0] + method_tokens
 
 
 def test_the_table_tells_which_rows_were_explored(tmp_path):
@@ -218,15 +208,10 @@ def test_a_falling_share_explores_fewer_prompts(tmp_path, case):
     assert shares[0] == 1.0 and sum(shares[3:]) < sum(shares[:3])
 
 
-@pytest.mark.parametrize("case", OWN_ROWS)
+@pytest.mark.parametrize("case", ["tree", "sketches", "lists"])
 def test_prompts_that_are_drawn_cost_no_plain_samples(tmp_path, case):
     trainer_class, config_class, own = OWN_ROWS[case]
-    asked = []
-
-    def noting(completion_ids, answer, **columns):
-        asked.append(sum(map(len, completion_ids)))
-        return odd_solved(completion_ids, answer)
-
+    noting = Noting()
     options = dict(reward_funcs=noting, max_steps=4, explore_share_end=0.0, per_device_train_batch_size=16)
     _, log = trained(trainer_class, config_class, tmp_path, **own, **options)
     steps = [entry for entry in log if "reward" in entry]
@@ -236,17 +221,16 @@ def test_prompts_that_are_drawn_cost_no_plain_samples(tmp_path, case):
     totals = {entry["step"]: entry["generation/sampled_tokens"] for entry in steps}
     for entry in some:
         kept = (1 - entry["explore_share"]) * 16
-        assert entry["explore/plain_tokens"] in asked and 0 < entry["explore/plain_tokens"] <= 8 * kept
+        assert entry["explore/plain_tokens"] in noting.tokens and 0 < entry["explore/plain_tokens"] <= 8 * kept
         method_tokens = entry.get("tree/sampled_tokens", entry.get("sketch/sampled_tokens"))
         sampled = totals[entry["step"]] - totals[entry["step"] - 1]
         assert sampled == entry["explore/plain_tokens"] + method_tokens
 
 
-@pytest.mark.parametrize(
-    "trainer_class, config_class", [(ExplorationTrainer, ExplorationConfig), (G2RLTrainer, G2RLConfig)]
-)
+@pytest.mark.parametrize("name", ["exploration", "g2rl"])
 @pytest.mark.parametrize("field, value", [("explore_prompts", "unsolved"), ("explore_share_end", 0.5)])
-def test_what_explores_nothing_says_so(tmp_path, trainer_class, config_class, field, value):
+def test_what_explores_nothing_says_so(tmp_path, name, field, value):
+    trainer_class, config_class, _ = method(name)
     with pytest.raises(ValueError, match=rf"`{field}={value!r}` chooses prompts to search, sketch or branch"):
         make_trainer(trainer_class, config_class, tmp_path, **{field: value})
 

@@ -41,17 +41,8 @@ def test_a_full_disk_is_told_from_other_errors_also_behind_another(error, full):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--processes", "1"]], ids=["in this process", "in another"])
 def test_a_run_on_a_full_disk_ends_in_a_sentence_and_goes_on(tmp_path, more):
-    command = [
-        sys.executable,
-        "-m",
-        "trl_explore.cli",
-        "compare",
-        *SMALL,
-        *more,
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-
+    folder = str(tmp_path / "out")
+    command = [sys.executable, "-m", "trl_explore.cli", "compare", *SMALL, *more, "--output_dir", folder]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def run(limit):
@@ -70,7 +61,7 @@ def test_a_run_on_a_full_disk_ends_in_a_sentence_and_goes_on(tmp_path, more):
     assert again.returncode == 0 and (tmp_path / "out" / "table.md").is_file(), again.stderr
 
 
-def test_a_port_that_is_taken_is_named_before_an_index_is_built(tmp_path, capsys):
+def test_a_port_that_is_taken_or_none_is_named_before_an_index_is_built(tmp_path, capsys):
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "not even read"}\n')
@@ -82,11 +73,7 @@ def test_a_port_that_is_taken_is_named_before_an_index_is_built(tmp_path, capsys
     told = capsys.readouterr()
     assert f"--port {port} cannot be served at" in told.err and "choose another port" in told.err
     assert "index" not in told.out
-
-
-def test_a_port_that_is_none_is_named(tmp_path, capsys):
-    pytest.importorskip("fastapi")
-    assert main(["serve-retriever", "--corpus", str(tmp_path / "c.jsonl"), "--port", "70000"]) == 2
+    assert main(["serve-retriever", "--corpus", str(corpus), "--port", "70000"]) == 2
     assert "--port 70000 must be between 1 and 65535" in capsys.readouterr().err
 
 

@@ -149,10 +149,16 @@ def test_entropies_are_those_of_the_distributions_that_tokens_were_sampled_from(
     assert_close(record.token_entropies(lengths), expected)
 
 
-def test_truncation_does_not_change_the_entropy_of_the_distribution():
-    model = make_model()
-    completions, output, record = generate(model, MIXED, top_k=3, top_p=0.5)
-    assert_close(record.entropies, [row_entropies(logits, temperature=1.0) for logits in output.logits], tolerance=0)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, dict(top_k=3, top_p=0.5)), (torch.bfloat16, dict(temperature=0.7))],
+    ids=["truncation", "bfloat16"],
+)
+def test_entropies_are_those_of_the_whole_distribution_in_float32(dtype, options):
+    _, output, record = generate(make_model().to(dtype), MIXED, **options)
+    assert all(e.dtype == torch.float32 and e.shape == (len(MIXED),) for e in record.entropies)
+    expected = [row_entropies(logits, temperature=options.get("temperature", 1.0)) for logits in output.logits]
+    assert_close(record.entropies, expected, tolerance=0)
 
 
 def test_without_a_cache_every_pass_is_a_step():
@@ -176,13 +182,6 @@ def test_chunks_of_the_prompt_are_no_steps():
     assert chunks[2].encoded_tokens == chunks[2].prefill_tokens - (3 * 1 + 2 * 3) + (1 + 3)
 
 
-def test_entropies_of_a_bfloat16_model_are_float32():
-    model = make_model().to(torch.bfloat16)
-    _, output, record = generate(model, MIXED, temperature=0.7)
-    assert all(e.dtype == torch.float32 and e.shape == (len(MIXED),) for e in record.entropies)
-    assert_close(record.entropies, [row_entropies(logits, temperature=0.7) for logits in output.logits], tolerance=0)
-
-
 def test_the_entropy_of_a_row_is_exact_and_knows_impossible_tokens():
     uniform, certain, half = torch.zeros(4), torch.tensor([0.0, -1e4, -1e4, -1e4]), torch.zeros(4)
     half[2:] = -math.inf
@@ -192,11 +191,13 @@ def test_the_entropy_of_a_row_is_exact_and_knows_impossible_tokens():
     torch.testing.assert_close(row_entropies(logits.bfloat16(), temperature=2.0), expected)
 
 
-def test_no_entropies_are_kept_unless_asked_for():
+def test_no_entropies_are_kept_unless_asked_for_and_a_temperature_must_be_positive():
     _, _, record = generate(make_model(), MIXED, entropies=False)
     assert record.entropies == [] and record.encoded_rows == 3
     with pytest.raises(ValueError, match="entropies=True"):
         record.token_entropies([1] * len(MIXED))
+    with pytest.raises(ValueError, match="got 0"), recorded(make_model(), temperature=0):
+        pass
 
 
 def test_kept_tokens_are_the_first_of_each_row():
@@ -209,11 +210,6 @@ def test_kept_tokens_are_the_first_of_each_row():
         record.token_entropies([1, 1, 1])
     with pytest.raises(ValueError, match="asks for 4 tokens, but 3 steps"):
         record.token_entropies([4, 1])
-
-
-def test_a_temperature_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match="got 0"), recorded(make_model(), temperature=0):
-        pass
 
 
 # --------------------------------------------------------------------------------------------------- shared prompts
@@ -238,22 +234,24 @@ def test_sharing_the_prompt_pass_changes_no_token(make, do_sample):
     assert record.encoded_tokens == len(SHORT) + len(LONG) + len(LONGEST)
 
 
-@pytest.mark.parametrize("prompts", [[LONG] * 4, [SHORT] * 3 + [LONG] * 3, [[5]] * 4])
-def test_prompts_of_one_length_one_token_or_one_kind_are_shared(prompts):
+@pytest.mark.parametrize(
+    ("prompts", "samples", "rows"),
+    [
+        ([LONG] * 4, 1, 1),
+        ([SHORT] * 3 + [LONG] * 3, 1, 2),
+        ([[5]] * 4, 1, 1),
+        # As token ids alone, the first two are the same; the first starts with two tokens that are padding otherwise.
+        ([[PAD, PAD, *SHORT], SHORT, SHORT], 1, 2),
+        ([LONG, SHORT], 3, 2),
+    ],
+    ids=["one length", "two kinds", "one token", "other padding", "several samples"],
+)
+def test_rows_are_shared_where_tokens_and_padding_are_equal(prompts, samples, rows):
     model = make_model()
-    plain, _, _ = generate(model, prompts, shared=False)
-    shared, _, record = generate(model, prompts)
+    plain, _, _ = generate(model, prompts, num_return_sequences=samples, shared=False)
+    shared, _, record = generate(model, prompts, num_return_sequences=samples)
     assert torch.equal(plain, shared)
-    assert record.encoded_rows == len({tuple(p) for p in prompts})
-
-
-def test_rows_count_as_equal_only_with_equal_padding():
-    model = make_model()
-    # As token ids alone, the first two rows are the same; the first starts with two tokens that are padding otherwise.
-    prompts = [[PAD, PAD, *SHORT], SHORT, SHORT]
-    plain, _, _ = generate(model, prompts, shared=False)
-    shared, _, record = generate(model, prompts)
-    assert torch.equal(plain, shared) and record.encoded_rows == 2
+    assert (record.prefill_rows, record.encoded_rows) == (samples * len(prompts), rows)
 
 
 def test_rows_encoded_by_the_model_are_the_distinct_ones():
@@ -264,14 +262,6 @@ def test_rows_encoded_by_the_model_are_the_distinct_ones():
     )
     generate(model, MIXED, max_new_tokens=3, min_new_tokens=3)
     assert seen == [3, 8, 8]
-
-
-def test_several_samples_per_row_are_shared_too():
-    model = make_model()
-    plain, _, _ = generate(model, [LONG, SHORT], num_return_sequences=3, shared=False)
-    shared, _, record = generate(model, [LONG, SHORT], num_return_sequences=3)
-    assert torch.equal(plain, shared)
-    assert (record.prefill_rows, record.encoded_rows) == (6, 2)
 
 
 def test_siblings_draw_independently():
@@ -314,10 +304,23 @@ def test_a_filled_cache_is_left_alone():
     assert torch.equal(*generated)
 
 
-def test_layers_that_keep_more_than_keys_and_values_are_left_alone():
-    torch.manual_seed(0)
+def lfm2():
+    """Layers keep more than keys and values."""
     size = {name: value for name, value in SIZE.items() if name != "head_dim"}
-    model = Lfm2ForCausalLM(Lfm2Config(**size, layer_types=["conv", "full_attention"]))
+    return Lfm2ForCausalLM(Lfm2Config(**size, layer_types=["conv", "full_attention"]))
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = dict(depth=1, embed_dim=16, num_heads=2, hidden_size=16)
+    config = Qwen2VLConfig(text_config={**SIZE, "rope_parameters": rope}, vision_config=vision)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [lfm2, qwen2_vl])
+def test_other_caches_and_other_inputs_are_left_alone(make):
+    torch.manual_seed(0)
+    model = make()
     plain, _, _ = generate(model, MIXED, shared=False)
     shared, _, record = generate(model, MIXED)
     assert torch.equal(plain, shared) and record.encoded_rows == len(MIXED)
@@ -348,15 +351,6 @@ def test_only_inputs_that_are_understood_are_shared(inputs, encoded_rows):
             logits.append(model(**inputs, **cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
     assert record.encoded_rows == encoded_rows and record.prefill_rows == 4
-
-
-def test_a_multimodal_model_is_left_alone():
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    vision = dict(depth=1, embed_dim=16, num_heads=2, hidden_size=16)
-    config = Qwen2VLConfig(text_config={**SIZE, "rope_parameters": rope}, vision_config=vision)
-    _, _, record = generate(Qwen2VLForConditionalGeneration(config), MIXED)
-    assert record.encoded_rows == len(MIXED)
 
 
 def test_an_encoder_decoder_model_is_left_alone():

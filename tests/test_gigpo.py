@@ -10,12 +10,12 @@ from commands import run_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from test_branpo import Lake, Served, Voice, make
+from test_branpo import Lake, Served, Voice, as_lake_moves, make
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
 
 from trl_explore.rows.streams import loss_mask
-from trl_explore.step_groups.advantages import shuffled_states, step_advantages, step_returns
+from trl_explore.step_groups.advantages import shuffled_states, step_advantages
 from trl_explore.step_groups.states import equal_states, similar_states, turns_with_observations
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import GiGPOConfig, GiGPOTrainer
@@ -27,27 +27,22 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 # --------------------------------------------------------------------------------------------------------- the maths
 
 
-def test_two_ways_out_of_one_state():
-    """(a, b) with reward 1 and (a, c) with 0, discount 0.9: a is worth 0.45 or -0.45, b and c are alone."""
-    states = equal_states([["a", "b"], ["a", "c"]])
-    assert states == [[0, 1], [0, 2]]
-    found = step_advantages([1.0, 0.0], states, discount=0.9, scale="none")
-    episode = [0.5, -0.5]
-    both = [[own + step for step in row] for own, row in zip(episode, found, strict=True)]
-    np.testing.assert_allclose(both, [[0.95, 0.5], [-0.95, -0.5]], atol=1e-7)
-
-
-def test_of_two_successes_the_shorter_way_wins():
-    """a-b and a-c-b: from a the returns are 0.9 and 0.81, from b both are 1."""
-    found = step_advantages([1.0, 1.0], [[0, 1], [0, 2, 1]], discount=0.9, scale="none")
-    np.testing.assert_allclose(found[0], [0.045, 0], atol=1e-7)
-    np.testing.assert_allclose(found[1], [-0.045, 0, 0], atol=1e-7)
-
-
-def test_a_state_that_a_trajectory_comes_back_to_counts_twice():
-    """a-a with reward 1 beside a with reward 0: returns 0.5, 1 and 0, of mean 0.5."""
-    found = step_advantages([1.0, 0.0], [[0, 0], [0]], discount=0.5, scale="none")
-    np.testing.assert_allclose([*found[0], *found[1]], [0, 0.5, -0.5], atol=1e-7)
+@pytest.mark.parametrize(
+    ("rewards", "states", "discount", "expected"),
+    [
+        # (a, b) with reward 1 and (a, c) with 0: a is worth 0.45 or -0.45, b and c are alone.
+        ([1.0, 0.0], [[0, 1], [0, 2]], 0.9, [[0.45, 0], [-0.45, 0]]),
+        # a-b and a-c-b: from a the returns are 0.9 and 0.81, from b both are 1.
+        ([1.0, 1.0], [[0, 1], [0, 2, 1]], 0.9, [[0.045, 0], [-0.045, 0, 0]]),
+        # a-a with reward 1 beside a with reward 0: returns 0.5, 1 and 0, of mean 0.5.
+        ([1.0, 0.0], [[0, 0], [0]], 0.5, [[0, 0.5], [-0.5]]),
+    ],
+    ids=["two ways out of a state", "the shorter way wins", "a state twice"],
+)
+def test_step_advantages_by_hand(rewards, states, discount, expected):
+    found = step_advantages(rewards, states, discount=discount, scale="none")
+    for row, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(row, wanted, atol=1e-7)
 
 
 def test_a_trajectory_without_a_reward_is_compared_with_nothing():
@@ -58,13 +53,7 @@ def test_a_trajectory_without_a_reward_is_compared_with_nothing():
 
 
 def test_equal_returns_are_worth_exactly_nothing():
-    found = step_advantages([0.7] * 3, [[0], [0], [0]], discount=0.95, scale="group")
-    assert found == [[0], [0], [0]]
-
-
-def test_returns_are_discounted_from_the_end():
-    assert step_returns(2.0, 3, discount=0.5) == [0.5, 1.0, 2.0]
-    assert step_returns(2.0, 0, discount=0.5) == []
+    assert step_advantages([0.7] * 3, [[0], [0], [0]], discount=0.95, scale="group") == [[0], [0], [0]]
 
 
 groups = st.lists(
@@ -106,7 +95,8 @@ def test_a_text_joins_the_first_state_that_it_is_similar_to():
     assert similar_states(texts, threshold=0.9) == [[0], [0], [1], [2]]
     assert similar_states(texts, threshold=0.8) == [[0], [0], [0], [1]]
     assert similar_states([texts[1], texts[0], texts[2]], threshold=0.9) == [[0], [0], [0]]  # another order
-    assert similar_states(texts, threshold=1.0) == equal_states(texts)
+    assert similar_states(texts, threshold=1.0) == equal_states(texts) == [[0], [1], [2], [3]]
+    assert equal_states([["a", "b"], ["a", "c"]]) == [[0, 1], [0, 2]]
 
 
 def test_the_control_keeps_how_many_steps_a_state_has():
@@ -140,6 +130,14 @@ def agent(folder, cls=GiGPOTrainer, config=GiGPOConfig, **options):
     return make(cls, config, folder, **options)
 
 
+def trained_agent(*args, **options):
+    """An agent's final parameters and the log of its first step."""
+    torch.manual_seed(0)
+    trainer = agent(*args, **options)
+    trainer.train()
+    return parameters(trainer), trainer.state.log_history[0]
+
+
 @pytest.fixture
 def voice(monkeypatch):
     says(Voice(0.3), monkeypatch.setattr)
@@ -147,13 +145,9 @@ def voice(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, dict(peft_config=LORA, beta=0.1), dict(loss_type="dr_grpo")])
 def test_agents_without_weight_are_grpo_bit_for_bit(tmp_path, voice, options):
-    runs = []
-    for cls, config, own in ((GRPOTrainer, GRPOConfig, {}), (GiGPOTrainer, GiGPOConfig, dict(step_weight=0.0))):
-        torch.manual_seed(0)
-        trainer = agent(tmp_path, cls, config, **options, **own)
-        trainer.train()
-        runs.append(parameters(trainer))
-    assert_same(*runs)
+    expected, _ = trained_agent(tmp_path, GRPOTrainer, GRPOConfig, **options)
+    found, _ = trained_agent(tmp_path, step_weight=0.0, **options)
+    assert_same(found, expected)
 
 
 def test_where_no_state_is_shared_agents_are_grpo_bit_for_bit(tmp_path, voice, monkeypatch):
@@ -165,27 +159,15 @@ def test_where_no_state_is_shared_agents_are_grpo_bit_for_bit(tmp_path, voice, m
             super().reset(board, prompt)
             return f"game {next(counter)}"
 
+        @as_lake_moves
         def move(self, direction: str) -> str:
-            """
-            Moves.
-
-            Args:
-                direction: Where to.
-
-            Returns:
-                The board.
-            """
             return f"{super().move(direction)} {next(counter)}"
 
-    runs = []
-    for cls, config in ((GRPOTrainer, GRPOConfig), (GiGPOTrainer, GiGPOConfig)):
-        counter = iter(range(10**6))
-        torch.manual_seed(0)
-        trainer = agent(tmp_path, cls, config, factory=Lone)
-        trainer.train()
-        runs.append(parameters(trainer))
-    assert_same(*runs)
-    assert trainer.state.log_history[0]["steps/shared_fraction"] == 0
+    expected, _ = trained_agent(tmp_path, GRPOTrainer, GRPOConfig, factory=Lone)
+    counter = iter(range(10**6))
+    found, log = trained_agent(tmp_path, factory=Lone)
+    assert_same(found, expected)
+    assert log["steps/shared_fraction"] == 0
 
 
 # -------------------------------------------------------------------------------------------------- what is credited
@@ -201,20 +183,13 @@ def test_a_step_is_credited_beside_the_steps_from_the_same_board(tmp_path, voice
             self.answers = []
             return super().reset(board, prompt)
 
+        @as_lake_moves
         def move(self, direction: str) -> str:
-            """
-            Moves.
-
-            Args:
-                direction: Where to.
-
-            Returns:
-                The board.
-            """
             self.answers.append(super().move(direction))
             return self.answers[-1]
 
-    trainer = agent(tmp_path, factory=Seen, step_discount=0.9, step_scale="none", step_weight=2.0)
+    options = dict(step_discount=0.9, step_scale="none", step_weight=2.0)
+    trainer = agent(tmp_path, factory=Seen, log_completions=True, **options)
     grpo = []
     own = trainer.assign_advantages
 
@@ -248,33 +223,26 @@ def test_a_step_is_credited_beside_the_steps_from_the_same_board(tmp_path, voice
     assert some > 0
     assert not advantages[mask == 0].any()
     assert trainer._metrics["train"]["agent/turns"][-1] == np.mean([len(row) for row in trainer._steps])
+    shown = trainer.completion_columns()["step_advantages"]
+    assert len(shown) == 8 and any(value for row in shown for value in row)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(state_similarity=0.8), dict(step_states="shuffled"), dict(step_discount=1.0), dict(step_scale="none")],
-    ids=str,
-)
-def test_each_knob_changes_what_agents_learn(tmp_path, voice, options):
-    runs = []
-    for own in (dict(step_weight=0.0), {}, options)[: 3 if options else 2]:
-        torch.manual_seed(0)
-        trainer = agent(tmp_path, **own)
-        trainer.train()
-        runs.append(parameters(trainer))
-    log = trainer.state.log_history[0]
-    assert differ(runs[-1], runs[-2])
+def test_each_knob_changes_what_agents_learn(tmp_path, voice):
+    usual, log = trained_agent(tmp_path)
+    assert differ(usual, trained_agent(tmp_path, step_weight=0.0)[0])
     assert 0 < log["steps/shared_fraction"] <= 1 and log["steps/group_size"] > 1 and log["steps/mean_advantage"] > 0
-
-
-def test_similar_states_make_larger_groups(tmp_path, voice):
-    sizes = []
-    for similarity in (None, 0.8, 0.01):
-        torch.manual_seed(0)
-        trainer = agent(tmp_path, state_similarity=similarity, max_steps=1)
-        trainer.train()
-        sizes.append(trainer.state.log_history[0]["steps/group_size"])
-    assert sizes[0] < sizes[1] < sizes[2]
+    sizes = {}
+    for options in (
+        dict(state_similarity=0.8),
+        dict(state_similarity=0.01),
+        dict(step_states="shuffled"),
+        dict(step_discount=1.0),
+        dict(step_scale="none"),
+    ):
+        found, own = trained_agent(tmp_path, **options)
+        assert differ(found, usual), options
+        sizes[options.get("state_similarity")] = own["steps/group_size"]
+    assert log["steps/group_size"] < sizes[0.8] < sizes[0.01]
 
 
 def test_truncated_completions_that_are_masked_are_compared_with_nothing(tmp_path, voice):
@@ -319,13 +287,6 @@ def test_an_own_rollout_tells_steps_from_observations_by_its_mask(tmp_path):
     torch.testing.assert_close(output["advantages"], torch.tensor(own * 2))
 
 
-def test_the_table_tells_the_advantages_of_steps(tmp_path, voice):
-    trainer = agent(tmp_path, log_completions=True, max_steps=1)
-    trainer.train()
-    rows = trainer.completion_columns()["step_advantages"]
-    assert len(rows) == 8 and any(value for row in rows for value in row)
-
-
 # -------------------------------------------------------------------------------------------------------- its limits
 
 
@@ -361,18 +322,8 @@ def test_the_example_trains_offline(tmp_path, monkeypatch):
     model.config.max_position_embeddings = 2048
     model.save_pretrained(tmp_path / "model")
     build_tokenizer(tools=True).save_pretrained(tmp_path / "model")
-    options = [
-        "--model_name_or_path",
-        "model",
-        "--use_cpu",
-        "--bf16",
-        "false",
-        "--max_steps",
-        "1",
-        "--num_boards",
-        "8",
-    ]
-    options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
-    options += ["--max_completion_length", "32", "--output_dir", "out", "--report_to", "none", "--num_boards", "8"]
+    options = "--model_name_or_path model --use_cpu --bf16 false --max_steps 1 --num_boards 8 --report_to none".split()
+    options += "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 4".split()
+    options += "--max_completion_length 32 --output_dir out".split()
     run_example("gigpo_sokoban_agent.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "out" / "config.json").is_file()

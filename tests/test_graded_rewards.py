@@ -6,21 +6,12 @@ import pytest
 from world import TINY, assert_same, differ, make_trainer, parameters, text_of, tiny_methods, trained
 
 from trl_explore.rewards.threshold import FIRST_BATCHES, threshold_note
-from trl_explore.trainers import (
-    EvolRLConfig,
-    EvolRLTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-)
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 # Methods that compare a reward with the threshold whatever else is set.
 ASKING = ["deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo", "attn_rl", "tree_rl"]
 ALL_METHODS = tiny_methods()
-MAPPED = {"tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig), "g2rl": (G2RLTrainer, G2RLConfig)}
+MAPPED = {name: ALL_METHODS[name][:2] for name in ("tree_grpo", "g2rl")}
 # With `min_correct` and `min_wrong`, no group is shaped by novelty: what trains is the reward alone.
 REWARD_ALONE = {"tree_grpo": {}, "g2rl": dict(min_correct=1, min_wrong=1)}
 
@@ -42,12 +33,16 @@ def notes(seen):
     return [str(w.message) for w in seen if "success_threshold" in str(w.message) or "that decides" in str(w.message)]
 
 
-def run(cls, config, folder, **options):
+def warned(trainer):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        trainer = make_trainer(cls, config, folder, **options)
         trainer.train()
-    return trainer, notes(seen)
+    return notes(seen)
+
+
+def run(cls, config, folder, **options):
+    trainer = make_trainer(cls, config, folder, **options)
+    return trainer, warned(trainer)
 
 
 @pytest.mark.parametrize("method", MAPPED)
@@ -59,9 +54,10 @@ def test_graded_rewards_train(tmp_path, method, reward):
     assert all(entry["grad_norm"] > 0 for entry in log[:-1])
 
 
+@pytest.mark.slow
 def test_a_graded_reward_rises_with_tree_grpo(tmp_path):
     options = dict(expansion_width=3, node_length=2, reward_funcs=graded, max_steps=30, num_generations=8)
-    _, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    _, log = trained(*MAPPED["tree_grpo"], tmp_path, **options)
     rewards = [entry["reward"] for entry in log if "reward" in entry]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
@@ -89,9 +85,8 @@ def test_a_threshold_that_no_completion_reaches_is_named_once(tmp_path, method):
     assert len(found) == 1
     log = [entry for entry in trainer.state.log_history if "success/max_reward" in entry][:FIRST_BATCHES]
     highest = max(entry["success/max_reward"] for entry in log)
-    for part in ("No completion reached `success_threshold=", f"and {highest:.4g}", "lower `success_threshold`"):
-        assert part in found[0]
-    assert "`success_reward`" in found[0]
+    parts = ("No completion reached `success_threshold=", f"and {highest:.4g}", "lower `success_threshold`")
+    assert all(part in found[0] for part in (*parts, "`success_reward`"))
 
 
 @pytest.mark.parametrize("method", ASKING)
@@ -125,7 +120,7 @@ def test_rewards_that_are_all_0_are_not_blamed_on_the_threshold(tmp_path):
 
 
 def test_fields_of_every_trainer_ask_about_success_and_plain_grpo_does_not(tmp_path):
-    options = dict(reward_funcs=graded, max_steps=2)
+    options = dict(reward_funcs=graded, max_steps=1)
     _, found = run(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
     assert not found
     for fields in (dict(budget="vip"), dict(explore_threshold=0.5)):
@@ -134,9 +129,10 @@ def test_fields_of_every_trainer_ask_about_success_and_plain_grpo_does_not(tmp_p
 
 
 def test_votes_ask_about_success_only_if_the_reward_decides(tmp_path):
-    options = dict(TINY["evol_rl"].options, reward_funcs=graded, max_steps=2)
-    assert len(run(EvolRLTrainer, EvolRLConfig, tmp_path, **options)[1]) == 1
-    assert not run(EvolRLTrainer, EvolRLConfig, tmp_path, **{**options, "correctness": "majority"})[1]
+    cls, config, options = ALL_METHODS["evol_rl"]
+    options = dict(options, reward_funcs=graded, max_steps=1)
+    assert len(run(cls, config, tmp_path, **options)[1]) == 1
+    assert not run(cls, config, tmp_path, **{**options, "correctness": "majority"})[1]
 
 
 def test_the_reward_that_decides_is_the_one_that_is_looked_at(tmp_path):
@@ -152,10 +148,7 @@ def test_a_threshold_that_is_lowered_between_runs_is_looked_at_again(tmp_path):
     trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
     assert len(found) == 1
     trainer.args.success_threshold = 0.1
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        trainer.train()
-    assert not notes(seen)
+    assert not warned(trainer)
     assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
 
 

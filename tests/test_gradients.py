@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,21 +144,16 @@ def densely(hidden, tokens, mask, head):
 
 
 @every_model
-def test_token_features_are_gradients_of_log_probabilities(make):
-    model, (ids, _) = make(), make_rows()
-    hidden, _, _, gradients = by_autograd(model, ids)
-    assert gradients.abs().max() > 0.1
-    assert_close(token_features(hidden, ids[:, 1:], lm_head_of(model, temperature=TEMPERATURE)), gradients)
-
-
-@every_model
-def test_a_sequence_feature_is_the_mean_over_loss_tokens(make):
+def test_features_are_gradients_of_log_probabilities_and_their_means_over_loss_tokens(make):
     model, (ids, mask) = make(), make_rows()
     mask[0, 2:4] = 0  # a tool's answer
     mask[1] = 0  # truncated, left out of the loss
     mask[2, 4:] = 0  # padding
     hidden, log_probs, entropies, gradients = by_autograd(model, ids)
-    found = sequence_features(hidden, ids[:, 1:], mask, lm_head_of(model, temperature=TEMPERATURE))
+    assert gradients.abs().max() > 0.1
+    head = lm_head_of(model, temperature=TEMPERATURE)
+    assert_close(token_features(hidden, ids[:, 1:], head), gradients)
+    found = sequence_features(hidden, ids[:, 1:], mask, head)
     expected = [gradients[0, [0, 1, 4, 5]].mean(0), torch.zeros(16), gradients[2, :4].mean(0)]
     assert_close(found.features, torch.stack(expected))
     assert_close(found.log_probs, log_probs * mask)
@@ -183,19 +179,20 @@ def test_log_probabilities_are_those_of_trl(make, autocast):
     assert_close(ours.entropies, theirs.entropy)
 
 
-def test_logit_scales_are_found_where_trl_finds_them():
-    class Config:
-        def __init__(self, model_type="llama", **fields):
-            self.model_type = model_type
-            vars(self).update(fields)
-
-    assert logit_scale(Config()) == 1.0
-    assert logit_scale(Config(logit_scale=None)) == 1.0
-    assert logit_scale(Config(logit_scale=0.0, output_multiplier=2.0)) == 0.0
-    assert logit_scale(Config(output_multiplier=2.0)) == 2.0
-    assert logit_scale(Config(lm_head_multiplier=3.0)) == 3.0
-    assert logit_scale(Config(logits_scaling=4.0)) == 0.25
-    assert logit_scale(Config("hyperclovax", logits_scaling=4.0)) == 4.0
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({}, 1.0),
+        (dict(logit_scale=None), 1.0),
+        (dict(logit_scale=0.0, output_multiplier=2.0), 0.0),
+        (dict(output_multiplier=2.0), 2.0),
+        (dict(lm_head_multiplier=3.0), 3.0),
+        (dict(logits_scaling=4.0), 0.25),
+        (dict(model_type="hyperclovax", logits_scaling=4.0), 4.0),
+    ],
+)
+def test_logit_scales_are_found_where_trl_finds_them(fields, scale):
+    assert logit_scale(SimpleNamespace(**{"model_type": "llama", **fields})) == scale
 
 
 # Adapters
@@ -288,10 +285,15 @@ def test_a_row_does_not_depend_on_its_batch():
     assert_close(together.features[2:3], alone.features, 1e-6)
 
 
+def random_batch(rows, tokens=6, **options):
+    """A head, its inputs and token ids."""
+    torch.manual_seed(0)
+    return random_head(**options), torch.randn(rows, tokens, 4), torch.randint(0, 11, (rows, tokens))
+
+
 @pytest.mark.parametrize("poison", [NAN, INF])
 def test_numbers_that_are_not_finite_stay_in_their_row(poison):
-    torch.manual_seed(0)
-    head, hidden, tokens = random_head(), torch.randn(3, 6, 4), torch.randint(0, 11, (3, 6))
+    head, hidden, tokens = random_batch(3)
     mask = torch.tensor([[1] * 6, [1] * 6, [0] * 6])
     clean = sequence_features(hidden, tokens, mask, head)
     hidden[1, 3, 0] = poison
@@ -305,8 +307,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(poison):
 
 
 def test_tokens_that_are_scored_only_do_not_count():
-    torch.manual_seed(0)
-    head, hidden, tokens = random_head(softcap=2.0), torch.randn(2, 6, 4), torch.randint(0, 11, (2, 6))
+    head, hidden, tokens = random_batch(2, softcap=2.0)
     mask = torch.tensor([[1, 1, 0, 0, 1, 0], [0] * 6])
     scored = torch.tensor([[1, 1, 1, 1, 1, 0], [1] * 6])
     found = sequence_features(hidden, tokens, mask, head, score_mask=scored, max_tile_bytes=4 * 11 * 2)
@@ -327,8 +328,7 @@ def test_bfloat16_is_close_to_float32():
 
 
 def test_autocast_rounds_logits_only():
-    torch.manual_seed(0)
-    head, hidden, tokens = random_head(bias=False), torch.randn(2, 6, 4), torch.randint(0, 11, (2, 6))
+    head, hidden, tokens = random_batch(2, bias=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = sequence_features(hidden, tokens, torch.ones(2, 6), head)
     logits = (hidden.bfloat16() @ head.weight.bfloat16().T).float() * head.scale / head.temperature
@@ -421,7 +421,7 @@ def batches(draw, broken=True):
     return features, draw(st.lists(reward, min_size=count, max_size=count)), group_size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_scores_are_those_of_the_paper(batch):
     features, rewards, group_size = batch
@@ -432,7 +432,7 @@ def test_scores_are_those_of_the_paper(batch):
     assert ((found.nu >= 0) & (found.nu <= 1)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(batches(broken=False), st.floats(1e-6, 1e6), st.randoms(use_true_random=False))
 def test_scores_do_not_depend_on_scale_or_order(batch, factor, random):
     features, rewards, group_size = torch.tensor(batch[0]), torch.tensor(batch[1]), batch[2]
@@ -452,12 +452,8 @@ def test_a_group_by_hand():
     expected = [math.sqrt(1 - light * 0.36), math.sqrt(1 - light * 0.64), math.sqrt(1 - 0.5 * 0.36 - 0.5 * 0.64)]
     found = novelty_scores(features, rewards, 3)
     assert found.nu.tolist() == pytest.approx(expected) and found.valid.all()
-    seen = geometry(features, 3, found)
-    assert seen == {
-        "mean_cosine": pytest.approx(1.4 / 3),
-        "negative_pairs": 0.0,
-        "mean_novelty": pytest.approx(sum(expected) / 3),
-    }
+    known = {"mean_cosine": 1.4 / 3, "negative_pairs": 0.0, "mean_novelty": sum(expected) / 3}
+    assert geometry(features, 3, found) == pytest.approx(known)
 
 
 def test_identical_responses_have_no_novelty():
@@ -521,26 +517,26 @@ def test_every_order_of_shuffled_scores_is_equally_likely():
     assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 20.5  # chi-squared, one in a thousand
 
 
-def test_rewards_are_mapped():
-    rewards = torch.tensor([0.0, 0.5, 0.75, NAN, -3.0])
-    mapped = map_rewards(rewards, "binary", threshold=0.5, group_size=1)
-    assert_close(mapped.nan_to_num(9.0), torch.tensor([-1.0, 1.0, 1.0, 9.0, -1.0]))
-    as_they_are = map_rewards(rewards, "none", threshold=0.5, group_size=1)
-    assert torch.equal(as_they_are.nan_to_num(9.0), rewards.nan_to_num(9.0))
-
-
-def test_scaled_rewards_span_minus_one_to_one_in_each_group():
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ("binary", [-1.0, -1.0, 1.0, NAN, 1.0, -1.0, 1.0, -1.0]),
+        ("scaled", [-1.0, -0.5, 1.0, NAN, 1.0, -1.0, 1.0, -1.0]),  # spans -1 to 1 in each group
+        ("none", [0.2, 0.3, 0.6, NAN, 1.0, 0.0, 1.0, 0.0]),
+    ],
+)
+def test_rewards_are_mapped(mapping, expected):
     rewards = torch.tensor([0.2, 0.3, 0.6, NAN, 1.0, 0.0, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3])
-    mapped = map_rewards(rewards, "scaled", threshold=0.5, group_size=4)
-    expected = [-1.0, -0.5, 1.0, 9.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
-    assert_close(mapped.nan_to_num(9.0), torch.tensor(expected))
+    equal = [0.3 if mapping == "none" else -1.0] * 4
+    mapped = map_rewards(rewards, mapping, threshold=0.5, group_size=4)
+    assert_close(mapped.nan_to_num(9.0), torch.tensor([*expected, *equal]).nan_to_num(9.0))
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=4, max_size=4))
 def test_scaled_rewards_of_0_and_1_are_the_papers(rewards):
-    given_rewards = torch.tensor(rewards)
-    scaled = map_rewards(given_rewards, "scaled", threshold=1.0, group_size=4)
-    binary = map_rewards(given_rewards, "binary", threshold=1.0, group_size=4)
+    scaled, binary = (
+        map_rewards(torch.tensor(rewards), mapping, threshold=1.0, group_size=4) for mapping in ("scaled", "binary")
+    )
     assert torch.equal(scaled.nan_to_num(9.0), binary.nan_to_num(9.0))
 
 
@@ -555,19 +551,13 @@ def test_rewards_are_shaped_and_clipped():
 
 def test_groups_with_too_few_correct_answers_are_left_alone():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, NAN])
-    assert mixed_enough(rewards, 2, min_correct=1, min_wrong=0, threshold=1.0).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert mixed_enough(rewards, 3, min_correct=2, min_wrong=0, threshold=1.0).tolist() == [False] * 6
-    assert mixed_enough(rewards, 3, min_correct=0, min_wrong=0, threshold=1.0).all()
-    mixed = [g for g in range(3) for _ in range(2) if {float(r) for r in rewards[2 * g : 2 * g + 2]} >= {0.0, 1.0}]
-    passed = mixed_enough(rewards, 2, min_correct=1, min_wrong=1, threshold=1.0)
-    assert [i // 2 for i in range(6) if passed[i]] == mixed
+
+    def enough(group_size, min_correct, min_wrong):
+        return mixed_enough(rewards, group_size, min_correct=min_correct, min_wrong=min_wrong, threshold=1.0).tolist()
+
+    assert enough(2, 1, 0) == [True, True, False, False, True, True]
+    assert enough(2, 1, 1) == [True, True, False, False, False, False]
+    assert enough(3, 2, 0) == [False] * 6 and enough(3, 0, 0) == [True] * 6
 
 
 def test_geometry_counts_pairs_within_groups():

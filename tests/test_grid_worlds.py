@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
+from world import QUIET
 
 from examples.benchmarks.tasks import find_task
 from examples.benchmarks.tasks.frozen_lake import FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment
@@ -27,39 +28,6 @@ WORLDS = {
     "frozen_lake": dataclasses.replace(FROZEN_LAKE, size=3, min_moves=4, max_moves=6),
     "sokoban": dataclasses.replace(SOKOBAN, size=3, num_walls=1, min_moves=2, max_moves=7),
 }
-# A round trip for one move in the 61 characters: `!move:direction=l<eos>`, then the observation, then `<a>`.
-TOOL_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<a>{{ message['content'] }}"
-    "{% for call in message['tool_calls'] %}!{{ call['function']['name'] }}"
-    "{% for key, value in call['function']['arguments'].items() %}:{{ key }}={{ value }}{% endfor %}"
-    "{% endfor %}<eos>"
-    "{% else %}<u>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<a>",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"!(?P<name>\w+)",
-            "close_pattern": r"(?=!|<eos>)|$",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r":(?P<key>\w+)=(?P<value>[^:!<]*)"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"close": "<eos>", "content": "text"},
-    },
-}
-
-
-def tool_tokenizer():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TOOL_TEMPLATE
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    return tokenizer
 
 
 def boards(task, number, seed=7):
@@ -296,22 +264,8 @@ def test_random_plans_are_shortest_and_differ():
 def test_hostile_completions_are_worth_nothing_and_raise_nothing(task):
     board = boards(task, 1)[0]
     plan = task.world.solve(task.world.parse(board))
-    hostile = [
-        "",
-        " ",
-        plan + " ",
-        plan[:-1],
-        plan + "r",
-        "L",
-        "left",
-        "?",
-        "|",
-        "<a>",
-        "\0",
-        "l" * 10_000,
-        "ü",
-        board,
-    ]
+    hostile = ["", " ", "L", "left", "?", "|", "<a>", "\0", "l" * 10_000, "ü", board]
+    hostile += [plan + " ", plan[:-1], plan + "r"]
     assert task.reward(hostile, problem=[board] * len(hostile)) == [0.0] * len(hostile)
     assert task.reward([plan, [{"role": "assistant", "content": plan}]], problem=[board] * 2) == [1.0, 1.0]
     assert task.reward.__name__ == "accuracy_reward" and find_task(task.name) is task
@@ -322,21 +276,16 @@ def test_hostile_completions_are_worth_nothing_and_raise_nothing(task):
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_data_sets_are_deterministic_distinct_and_disjoint(task):
-    first, again, other = (task.build_dataset(400, seed=seed) for seed in (3, 3, 4))
+    first, again, other = (task.build_dataset(200, seed=seed) for seed in (3, 3, 4))
     assert first.to_dict() == again.to_dict() and first["problem"][:] != other["problem"][:]
-    assert len(set(first["problem"])) == 400
+    assert len(set(first["problem"])) == 200
     assert first["prompt"][0] == [{"role": "user", "content": first["problem"][0]}]
     held_out = {board for seed in range(2) for board in task.evaluation_set(100, seed=seed)["problem"]}
     rng = random.Random(0)
-    shown = {task.sample_problem(rng).partition("?")[0].partition("|")[0] for _ in range(3000)}
+    shown = {task.sample_problem(rng).partition("?")[0].partition("|")[0] for _ in range(1500)}
     assert (
         held_out.isdisjoint(first["problem"]) and held_out.isdisjoint(other["problem"]) and held_out.isdisjoint(shown)
     )
-
-
-def test_more_boards_than_exist_are_refused():
-    with pytest.raises(ValueError, match="`num_examples` is 20,"):
-        WORLDS["frozen_lake"].evaluation_set(20)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +309,8 @@ def test_bad_knobs_are_named(task, knobs, message):
 
 
 def test_knobs_that_leave_no_board_are_named():
+    with pytest.raises(ValueError, match="`num_examples` is 20,"):  # more boards than exist
+        WORLDS["frozen_lake"].evaluation_set(20)
     with pytest.raises(ValueError, match="`hole_share` is 0.95"):
         dataclasses.replace(FROZEN_LAKE, hole_share=0.95).draw(random.Random(0))
     with pytest.raises(ValueError, match="`min_moves` is 60"):
@@ -399,7 +350,7 @@ def test_sketches_begin_plans_and_differ_from_those_before(task):
 @pytest.mark.parametrize("sketch", ["", "zzz", "<a>", "uuuuuuuuuuuuuuu", "|", "?", ",", "l d"])
 def test_a_hopeless_sketch_is_not_carried_out(sketch):
     seeing = dataclasses.replace(FROZEN_LAKE, blind_share=0.0)
-    for board in boards(seeing, 10):
+    for board in boards(seeing, 4):
         assert seeing.verify(board, seeing.demonstration(f"{board}|{sketch}", random.Random(0)))
         assert set(seeing.demonstration(f"{board}?{sketch}", random.Random(0))) <= set(ACTIONS)
 
@@ -407,10 +358,10 @@ def test_a_hopeless_sketch_is_not_carried_out(sketch):
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_training_problems_mix_plain_ones_and_both_kinds_of_sketches(task):
     rng = random.Random(0)
-    problems = [task.sample_problem(rng) for _ in range(1500)]
+    problems = [task.sample_problem(rng) for _ in range(1000)]
     kinds = collections.Counter("?" if "?" in p else "|" if "|" in p else "" for p in problems)
-    assert [kinds[kind] / 1500 for kind in ("", "?", "|")] == pytest.approx([0.5, 0.2, 0.3], abs=0.04)
-    shown = [(problem, task.demonstration(problem, rng)) for problem in problems[:300]]
+    assert [kinds[kind] / 1000 for kind in ("", "?", "|")] == pytest.approx([0.5, 0.2, 0.3], abs=0.04)
+    shown = [(problem, task.demonstration(problem, rng)) for problem in problems[:200]]
     assert {character for pair in shown for text in pair for character in text} <= set(CHARACTERS)
     assert max(len(plan) for _, plan in shown) < task.max_completion_length
 
@@ -489,7 +440,7 @@ def test_move_is_the_only_tool_and_has_a_schema(environment):
 
 
 def test_tool_calls_fit_into_the_tiny_alphabet():
-    tokenizer = tool_tokenizer()
+    tokenizer = build_tokenizer(tools=True)
     assert supports_tool_calling(tokenizer) and is_chat_template_prefix_preserving(tokenizer)
     prefix = tokenizer("<u>S.G<a>").input_ids
     for text, name in (("!move:direction=l<eos>", "move"), ("go!other<eos>", "other"), ("rrd<eos>", None)):
@@ -514,7 +465,7 @@ class Chatty(FrozenLakeEnvironment):
 
 
 def test_grpo_plays_the_environment_and_learns_from_its_reward(tmp_path):
-    tokenizer, model = tool_tokenizer(), build_model(seed=0)
+    tokenizer, model = build_tokenizer(tools=True), build_model(seed=0)
     # A few steps of supervised training on the one answer, so that the tiny model calls the tool at all.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     turns = [
@@ -532,18 +483,13 @@ def test_grpo_plays_the_environment_and_learns_from_its_reward(tmp_path):
     trainer = GRPOTrainer(
         model=model,
         args=GRPOConfig(
-            output_dir=str(tmp_path),
+            str(tmp_path),
             per_device_train_batch_size=8,
             num_generations=4,
             max_completion_length=80,
             max_tool_calling_iterations=3,
             max_steps=2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
+            **QUIET | {"seed": 42},
         ),
         train_dataset=Dataset.from_dict(rows),
         processing_class=tokenizer,
@@ -559,18 +505,8 @@ def test_grpo_plays_the_environment_and_learns_from_its_reward(tmp_path):
 
 def test_grpo_trains_on_the_single_turn_task(tmp_path):
     folder = warm_start(SOKOBAN, seed=0, steps=3, cache_dir=tmp_path, progress=False)
-    config = GRPOConfig(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=SOKOBAN.max_completion_length,
-        max_steps=1,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-    )
+    sizes = dict(per_device_train_batch_size=4, num_generations=4, max_steps=1)
+    config = GRPOConfig(str(tmp_path / "out"), max_completion_length=SOKOBAN.max_completion_length, **sizes, **QUIET)
     dataset = SOKOBAN.build_dataset(16, seed=0)
     trainer = GRPOTrainer(model=str(folder), reward_funcs=SOKOBAN.reward, args=config, train_dataset=dataset)
     trainer.train()

@@ -20,6 +20,7 @@ from world import (
     never,
     one_batch,
     parameters,
+    text_of,
     trained,
 )
 
@@ -85,24 +86,19 @@ def test_rows_without_a_reward_do_not_count():
     assert kept == [0.0, 0.0, pytest.approx(-new[0])] and new[0] == pytest.approx(grpo([1.0, 0.0])[0], abs=1e-4)
 
 
-ADVANTAGES = {
-    # One success of four: its reward over the mean is 4; the probability of a success among two is 1/2.
-    "maxrl": [3.0, -1.0, -1.0, -1.0],
-    "passk": [1.0, -1 / 3, -1 / 3, -1 / 3],
-    "unlikeliness": grpo([1.0, 0.0, 0.0, 0.0]),
-}
+def test_the_group_is_credited_by_the_field_advantage():
+    def advantages(name):
+        args = ExplorationConfig("out", use_cpu=True, advantage=name, passk_k=2)
+        kept, new = joined_advantages(args, [(0.0, 0.0)] * 4, [(1.0, 1.0)])
+        assert kept[0] == 0.0
+        return new + kept[1:]
 
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_group_is_credited_by_the_field_advantage(name):
-    args = ExplorationConfig("out", use_cpu=True, advantage=name, passk_k=2)
-    kept, new = joined_advantages(args, [(0.0, 0.0)] * 4, [(1.0, 1.0)])
-    expected = ADVANTAGES[name]
-    if name == "passk":  # the sign and the zero sum are what matters here; the formula has tests of its own
-        assert new[0] > 0 > kept[1] == kept[2] == kept[3] and new[0] + sum(kept) == pytest.approx(0, abs=1e-5)
-    else:
-        assert new + kept[1:] == pytest.approx(expected, abs=1e-3)
-    assert kept[0] == 0.0
+    # One success of four: its reward over the mean is 4.
+    assert advantages("maxrl") == pytest.approx([3.0, -1.0, -1.0, -1.0], abs=1e-3)
+    assert advantages("unlikeliness") == pytest.approx(grpo([1.0, 0.0, 0.0, 0.0]), abs=1e-3)
+    # The sign and the zero sum are what matters here; the formula has tests of its own.
+    new, *kept = advantages("passk")
+    assert new > 0 > kept[0] == kept[1] == kept[2] and new + sum(kept) == pytest.approx(0, abs=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- hints
@@ -137,11 +133,7 @@ class Told:
 
 def has_c(completions, **columns):
     """Only completions with a `c` succeed."""
-    found = []
-    for completion in completions:
-        text = completion if isinstance(completion, str) else completion[0]["content"]
-        found.append(float("c" in text))
-    return found
+    return [float("c" in text_of(completion)) for completion in completions]
 
 
 @pytest.fixture
@@ -192,9 +184,7 @@ def test_the_weakest_sufficient_hint_is_used_and_the_stronger_ones_are_not_asked
     assert [text[-2:].strip() for text in shown] == ["d", "d", "e", "e", "bb", "bb"]
     assert trainer._metrics["train"]["hints/mean_level"] == [2.0]
 
-
-def test_hints_that_do_not_help_change_nothing(told, tmp_path):
-    trainer = hinted(tmp_path, ["d"])
+    trainer = hinted(tmp_path, ["d"])  # a hint that does not help changes nothing
     output = one_batch(trainer)
     (found,) = trainer.branching.results
     assert found.scored is None and not output["advantages"].any() and found.num_prompts == 2
@@ -202,9 +192,12 @@ def test_hints_that_do_not_help_change_nothing(told, tmp_path):
     assert "hints/mean_level" not in trainer._metrics["train"]
 
 
-@pytest.mark.parametrize("nothing", [None, ""])
-def test_prompts_without_a_hint_are_not_explored(told, tmp_path, nothing):
-    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "hint": ["b", nothing]})
+def test_solved_prompts_and_prompts_without_a_hint_are_not_explored(told, tmp_path):
+    trainer = hinted(tmp_path, ["b"], reward_funcs=always)
+    one_batch(trainer)
+    assert trainer.branching.results == [] and told.asked == []
+
+    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "hint": ["b", None]})
     trainer = hinted(tmp_path, ["b"], train_dataset=data)
     output = one_batch(trainer)
     (found,) = trainer.branching.results
@@ -215,13 +208,7 @@ def test_prompts_without_a_hint_are_not_explored(told, tmp_path, nothing):
     assert groups.any(dim=1).tolist() == ["1+1=" in text for text in texts(row_tokens(output)[0])[::GROUP]]
 
 
-def test_solved_prompts_get_no_hint(told, tmp_path):
-    trainer = hinted(tmp_path, ["b"], reward_funcs=always)
-    one_batch(trainer)
-    assert trainer.branching.results == [] and told.asked == []
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [2, 4])
 def test_several_rows_are_replaced_if_so_many_succeed(told, tmp_path, number):
     trainer = hinted(tmp_path, ["b"], own=dict(hint_rows=number, hint_samples=3))
     output = one_batch(trainer)
@@ -233,33 +220,22 @@ def test_several_rows_are_replaced_if_so_many_succeed(told, tmp_path, number):
     torch.testing.assert_close(output["advantages"], main.repeat(2), atol=1e-4, rtol=0)
 
 
-def test_the_template_and_the_column_are_those_of_the_options(told, tmp_path):
-    own = dict(hint_column="clue", hint_template="{hint}; {problem}", hint_loss="hinted")
-    trainer = hinted(tmp_path, ["b"], own=own)
-    one_batch(trainer)
-    prefixes, *_ = told.asked[0]
-    assert all(text.startswith("b; ") and text.endswith("=") for text in prefixes)
-
-
-def test_hints_go_into_the_last_message_of_a_conversation(told, tmp_path):
-    trainer = hinted(tmp_path, ["b"], conversational=True, own=dict(hint_template="{problem};{hint}"))
-    one_batch(trainer)
-    (found,) = trainer.branching.results
-    assert all(text.endswith("=;b") for text in told.asked[0][0]) and found.scored.rewards.tolist() == [1.0, 1.0]
-
-
-def test_with_the_hinted_loss_a_row_is_trained_under_the_prompt_with_the_hint(told, tmp_path):
-    trainer = hinted(tmp_path, ["b"], own=dict(hint_loss="hinted", hint_template="{problem};{hint}"))
+@pytest.mark.parametrize("conversational", [False, True])
+def test_with_the_hinted_loss_a_row_is_trained_under_the_prompt_with_the_hint(told, tmp_path, conversational):
+    """The template and the column are those of the options. In a conversation, the hint is in the last message."""
+    own = dict(hint_loss="hinted", hint_column="clue", hint_template="{problem};{hint}")
+    trainer = hinted(tmp_path, ["b"], own=own, conversational=conversational)
     output = one_batch(trainer)
     (found,) = trainer.branching.results
     prompts, completions = row_tokens(found.scored.rows)
     assert texts(prompts) == told.asked[0][0] and texts(completions) == ["bc", "bc"]
+    assert all(text.endswith("=;b") for text in texts(prompts))
     expected = grpo([1.0, 0.0, 0.0, 0.0])[0]
     assert found.scored.rows["advantages"].tolist() == pytest.approx([expected] * 2, abs=1e-4)
     assert output["advantages"].dim() == 1
 
 
-@pytest.mark.parametrize("cap", [1.0, 1e9, 0.5])
+@pytest.mark.parametrize("cap", [1.0, 1e9])
 def test_with_the_plain_loss_the_ratio_of_each_token_is_capped(told, tmp_path, cap):
     template = "{problem};{hint}"
     trainer = hinted(tmp_path, ["b"], own=dict(hint_ratio_cap=cap, hint_template=template))
@@ -316,38 +292,20 @@ def test_shares_leave_room_for_a_token_and_are_not_shown_twice(told, tmp_path):
         assert len(trainer.branching.results) == number
 
 
-def test_hints_of_other_prompts_do_not_help(told, tmp_path):
-    """The control: the same hints, exchanged. Only the own hint has the letter that the reward asks for."""
-
-    def own_letter(completions, letter, **columns):
-        return [float(letter[i] in completions[i]) for i in range(len(completions))]
-
-    letters = [["b", "e"][i % 2] for i in range(36)]
-    data = make_dataset().add_column("letter", letters).filter(lambda row: row["letter"] == "b")
-    helped = []
-    for hint in ("b", "e"):  # of a prompt with the letter `b`, and of one with `e`
-        rows = data.add_column("hint", [hint] * len(data))
-        trainer = hinted(tmp_path, ["b"], train_dataset=rows, reward_funcs=own_letter)
-        one_batch(trainer)
-        helped.append(trainer._metrics["train"]["hints/solved_fraction"])
-    assert helped == [[1.0], [0.0]]
-
-
 @pytest.mark.parametrize("own", [{}, dict(hint_loss="hinted"), dict(hint_fractions=[0.5])], ids=str)
 def test_a_run_with_hints_learns_what_plain_samples_never_show(told, tmp_path, own):
-    options = dict(max_steps=8, reward_funcs=has_c)
-    trainer = hinted(tmp_path, ["bb"], own=dict(own, hint_ratio_cap=4.0), **options)
-    prompt = tokens("1+1=")
+    trainer = hinted(tmp_path, ["bb"], own=dict(own, hint_ratio_cap=4.0), max_steps=8)
+    start, prompt = parameters(trainer), tokens("1+1=")
     before = logprobs(trainer.model, prompt, tokens("bbc"))
     trainer.train()
     after = logprobs(trainer.model, prompt, tokens("bbc"))
     if own.get("hint_loss") != "hinted":
         assert after[-1] > before[-1] + 0.1
-    assert differ(trained(GRPOTrainer, GRPOConfig, tmp_path, **options)[0], parameters(trainer))
+    assert differ(start, parameters(trainer))
     assert all(entry["explore/solved/hints"] == 1.0 for entry in trainer.state.log_history[:-1])
 
 
-@pytest.mark.parametrize("advantage", ["maxrl", "passk", "pkpo"])
+@pytest.mark.parametrize("advantage", ["maxrl", "pkpo"])
 def test_the_group_of_a_hint_is_credited_by_the_field_advantage(told, tmp_path, advantage):
     trainer = hinted(tmp_path, ["b"], advantage=advantage, passk_k=2, own=dict(hint_loss="hinted"))
     output = one_batch(trainer)
@@ -358,19 +316,19 @@ def test_the_group_of_a_hint_is_credited_by_the_field_advantage(told, tmp_path, 
     assert new[0] > kept[1] != 0 == kept[0]
 
 
-def test_groups_of_hints_are_trained_with_the_table_and_other_fields(told, tmp_path):
-    for number, fields in enumerate(
-        (
-            dict(drop_zero_advantage=True),
-            dict(dynamic_sampling="filter"),
-            dict(scale_rewards="none", beta=0.1),
-            dict(gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4),
-        )
-    ):
-        trainer = hinted(tmp_path / str(number), ["b"], log_completions=True, **{"max_steps": 2, **fields})
-        before = parameters(trainer)
-        trainer.train()
-        assert differ(before, parameters(trainer)), fields
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(drop_zero_advantage=True, scale_rewards="none", beta=0.1),
+        dict(gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4),
+    ],
+    ids=str,
+)
+def test_groups_of_hints_are_trained_with_the_table_and_other_fields(told, tmp_path, fields):
+    trainer = hinted(tmp_path, ["b"], log_completions=True, **{"max_steps": 2, **fields})
+    before = parameters(trainer)
+    trainer.train()
+    assert differ(before, parameters(trainer))
 
 
 @pytest.mark.parametrize("kind", ["filter", "refill"])
@@ -461,15 +419,6 @@ def test_exploring_does_not_change_what_grpo_samples_next(tmp_path, explore):
 # ------------------------------------------------------------------------------------------------------------- replay
 
 
-def test_a_success_is_stored_once():
-    store = SuccessStore(size=10, per_prompt=4)
-    for _ in range(3):
-        store.add((1,), [5, 6], [-1.0, -2.0])
-    assert len(store) == 1 and store.has((1,), [5, 6]) and not store.has((2,), [5, 6])
-    store.add((2,), [5, 6], [-1.0, -2.0])
-    assert len(store) == 2
-
-
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=40), st.integers(1, 9), st.integers(1, 4))
 def test_the_store_is_bounded_and_keeps_the_newest(added, size, per_prompt):
     store = SuccessStore(size=size, per_prompt=per_prompt)
@@ -547,8 +496,7 @@ def moved(trainer, size=0.3):
             parameter += size * torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("cap", [1.0, 1e9])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("cap", "number"), [(1.0, 1), (1e9, 2)])
 def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     reward = Remembered()
     trainer = replayed(tmp_path, reward, own=dict(replay_ratio_cap=cap, replay_rows=number))
@@ -591,19 +539,6 @@ def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     assert sums.tokens == sum(map(len, rows.completion_ids)) and sums.contrast == 2.0
     assert trainer._metrics["train"]["explore/solved/replay"] == [1.0]
     assert trainer._metrics["train"]["explore/sampled_tokens/replay"] == [0.0]
-
-
-def test_the_first_ratio_of_an_unchanged_policy_is_one(tmp_path):
-    reward = Remembered()
-    trainer = replayed(tmp_path, reward)
-    one_batch(trainer)
-    reward.fails = True
-    one_batch(trainer)
-    (found,) = trainer.branching.results
-    expected = grpo([1.0, 0.0, 0.0, 0.0])[0]
-    for row, ids in enumerate(found.branches.rows.completion_ids):
-        values = found.scored.rows["advantages"][row, : len(ids)]
-        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-3, atol=1e-3)
 
 
 def test_prompts_without_a_stored_success_are_not_explored(tmp_path):
@@ -701,21 +636,15 @@ def test_a_hinted_completion_that_ends_with_padding_is_trained_as_in_trl(told, m
     assert found.scored.rows["completion_mask"].sum(dim=1).tolist() == [3, 3]
 
 
-def test_replay_can_begin_in_the_middle_of_a_run(tmp_path):
-    """A checkpoint of plain GRPO is resumed with `explore`."""
-    options = dict(train_dataset=make_dataset(), reward_funcs=Moody())
-    make_trainer(*OURS, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options).train()
-    trainer = make_trainer(*OURS, tmp_path, explore="replay", max_steps=4, **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert trainer.state.global_step == 4 and len(trainer.branch_explorer.explorers["replay"].store) > 0
-
-
-def test_a_method_that_changes_credit_can_begin_to_explore_in_the_middle_of_a_run(tmp_path):
-    options = dict(save_strategy="steps", save_steps=2)
-    make_trainer(G2RLTrainer, G2RLConfig, tmp_path, max_steps=2, **options).train()
-    trainer = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, explore="replay", max_steps=4)
+@pytest.mark.parametrize("method", [OURS, (G2RLTrainer, G2RLConfig)], ids=["grpo", "g2rl"])
+def test_replay_can_begin_in_the_middle_of_a_run(tmp_path, method):
+    """A checkpoint without an explorer is resumed with `explore`, also by a method that changes credit."""
+    options = dict(reward_funcs=Moody())
+    make_trainer(*method, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options).train()
+    trainer = make_trainer(*method, tmp_path, explore="replay", max_steps=4, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 4 and trainer.branch_explorer.num_batches == 2
+    assert len(trainer.branch_explorer.explorers["replay"].store) > 0
 
 
 def test_a_budget_of_rows_is_one_clear_error(tmp_path):
@@ -763,17 +692,6 @@ BAD_HINTS = {
 }
 
 
-@pytest.mark.parametrize("explore", ["hints", "auto"])
-@pytest.mark.parametrize("case", BAD_HINTS)
-def test_wrong_options_of_hints_are_one_clear_error(tmp_path, case, explore):
-    own, message = BAD_HINTS[case]
-    options = dict(explore=explore, explorer_options={"hints": own}, train_dataset=hint_data(["b"]))
-    if explore == "auto":
-        options["explorers"] = ["tree", "hints"]
-    with pytest.raises(ValueError, match=message):
-        make_trainer(*OURS, tmp_path, model="there-is/no-such-model", **options)
-
-
 BAD_REPLAY = {
     "rows": (dict(replay_rows=0), "`replay_rows=0` must be at least 1"),
     "more rows than a group": (dict(replay_rows=5), "`replay_rows=5` is more than `num_generations=4`"),
@@ -784,11 +702,15 @@ BAD_REPLAY = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_REPLAY)
-def test_wrong_options_of_replay_are_one_clear_error(tmp_path, case):
-    own, message = BAD_REPLAY[case]
-    with pytest.raises(ValueError, match=message):
-        make_trainer(*OURS, tmp_path, explore="replay", explorer_options={"replay": own})
+@pytest.mark.parametrize(
+    ("explorer", "own", "message"),
+    [*(("hints", *case) for case in BAD_HINTS.values()), *(("replay", *case) for case in BAD_REPLAY.values())],
+)
+def test_wrong_options_of_hints_and_replay_are_one_clear_error(tmp_path, explorer, own, message):
+    options = dict(explorer_options={explorer: own}, train_dataset=hint_data(["b"]), model="there-is/no-such-model")
+    for explore in (dict(explore=explorer), dict(explore="auto", explorers=["tree", explorer])):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(*OURS, tmp_path, **explore, **options)
 
 
 COLUMNS = {
@@ -807,9 +729,8 @@ def test_a_column_without_hints_is_one_clear_error(tmp_path, case):
 
 
 def test_a_column_that_trl_takes_away_is_one_clear_error(tmp_path):
-    options = dict(explore="hints", train_dataset=hint_data(["b"]), remove_unused_columns=True)
     with pytest.raises(ValueError, match="`hint_column='hint'` cannot be read with `remove_unused_columns=True`"):
-        make_trainer(*OURS, tmp_path, **options)
+        hinted(tmp_path, ["b"], remove_unused_columns=True)
 
 
 def test_hints_of_a_stream_are_checked_when_they_are_read(tmp_path, told):
@@ -822,17 +743,7 @@ def test_hints_of_a_stream_are_checked_when_they_are_read(tmp_path, told):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, []),
-        ("", []),
-        ("b", ["b"]),
-        (["b", "", None, "c"], ["b", "c"]),
-        (("b",), ["b"]),
-        ([], []),
-        (np.array(["b", "c"]), ["b", "c"]),
-    ],
-)
-def test_hints_are_a_text_or_texts(value, expected):
-    assert read_hints(value, "hint") == expected
+def test_hints_are_a_text_or_texts():
+    assert read_hints(None, "hint") == read_hints("", "hint") == read_hints([], "hint") == []
+    assert read_hints("b", "hint") == read_hints(("b",), "hint") == ["b"]
+    assert read_hints(["b", "", None, "c"], "hint") == read_hints(np.array(["b", "c"]), "hint") == ["b", "c"]

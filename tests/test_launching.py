@@ -10,11 +10,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import (
-    prepare_deepspeed_cmd_env,
-    prepare_multi_gpu_env,
-    prepare_simple_launcher_cmd_env,
-)
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from accelerate.utils.other import get_free_port
 from commands import EXAMPLES, ROOT, parsed, shell_calls
 from trl.scripts.vllm_serve import ScriptArguments, build_command
@@ -178,13 +174,19 @@ def submitted(folder, nodes, *, before=1, **environment):
     return done, commands
 
 
+@pytest.fixture(scope="module")
+def three_nodes(tmp_path_factory):
+    done, commands = submitted(tmp_path_factory.mktemp("slurm"), 3)
+    assert done.returncode == 0, done.stderr
+    return commands
+
+
 def find(commands, word):
     return [(options, command) for options, command in commands if word in command]
 
 
-def test_the_first_node_serves_and_the_others_train(tmp_path):
-    done, commands = submitted(tmp_path, 3)
-    assert done.returncode == 0, done.stderr
+def test_the_first_node_serves_and_the_others_train(three_nodes):
+    commands = three_nodes
     ((where, server),) = find(commands, "serve")
     assert where["nodelist"] == "n0" and not find(commands, "ray")
     assert server[server.index("--tensor-parallel-size") + 1] == "4"
@@ -193,21 +195,21 @@ def test_the_first_node_serves_and_the_others_train(tmp_path):
     assert train[train.index("--vllm_server_base_url") + 1] == "http://n0:8000"
 
 
-def test_the_server_is_started_as_trl_would_start_it(tmp_path):
-    _, commands = submitted(tmp_path, 2)
-    ((_, server),) = find(commands, "serve")
+def test_the_server_is_started_as_trl_would_start_it(three_nodes):
+    ((_, server),) = find(three_nodes, "serve")
     theirs = build_command(ScriptArguments(model="m"))
     imposed = theirs[theirs.index("--weight-transfer-config") :]
     assert " ".join(imposed) in " ".join(server)
     assert "VLLM_SERVER_DEV_MODE=1 srun" in SLURM.read_text()
-    assert {word for word in server if word.startswith("--")} <= {word for word in theirs if word.startswith("--")} | {
-        "--max-model-len"
-    }
+    ours, known = ({word for word in words if word.startswith("--")} for words in (server, theirs))
+    assert ours <= known | {"--max-model-len"}
 
 
-@pytest.mark.parametrize("config", ["multi_node", "fsdp2"])
-def test_the_training_command_has_only_flags_that_exist(tmp_path, config, monkeypatch):
-    done, commands = submitted(tmp_path, 3, CONFIG=str(CONFIGS / f"{config}.yaml"))
+@pytest.mark.parametrize("config", [None, "fsdp2"])
+def test_the_training_command_has_only_flags_that_exist(tmp_path, three_nodes, config, monkeypatch):
+    commands = three_nodes
+    if config is not None:
+        _, commands = submitted(tmp_path, 3, CONFIG=str(CONFIGS / f"{config}.yaml"))
     ((_, train),) = find(commands, "examples/g2rl.py")
     assert train[:2] == ["bash", "-c"] and train[2].startswith("exec accelerate launch --machine_rank")
     words = train[train.index("launch") + 1 :]

@@ -26,8 +26,7 @@ lora_memory = load_arithmetic()
 SETTING = dict(rank=16, rows=4, sampled_rows=64, prompt=512, completion=1024)
 
 
-@pytest.mark.parametrize("kind", ["lora", "qlora"])
-@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("method, kind", [*((method, "lora") for method in OURS), ("g2rl", "qlora")])
 def test_every_command_line_parses(tmp_path, monkeypatch, method, kind):
     done, calls = shell_calls(SCRIPT, {"python": ""}, tmp_path, method, kind, "--max_steps", "7")
     assert done.returncode == 0, done.stderr

@@ -10,19 +10,16 @@ from world import TINY, always, make_dataset, make_trainer, says
 from trl_explore.methods import EXPLORERS, METHODS
 
 SHARED = METHODS["exploration"].metrics
-TARGETS = make_dataset().add_column("targets", [["1", "2"]] * len(make_dataset()))
+DATA = make_dataset()
+TARGETS = dict(train_dataset=DATA.add_column("targets", [["1", "2"]] * len(DATA)), coverage_column="targets")
 UNSOLVED = dict(explore_prompts="unsolved", explore_into="add")
-HINTED = make_dataset()
-HINTED = HINTED.add_column("hint", HINTED["answer"])
+HINTED = DATA.add_column("hint", DATA["answer"])
 TINY_SKETCHES = dict(max_sketch_length=4)
 # Runs of a method after which all its metrics were logged; those of the fields that all share need methods, too.
 RUNS = {
     "tree_grpo": [("tree_grpo", {}), ("tree_grpo", dict(replay_buffer=True, replay_threshold=0.9))],
     "sesa": [
-        (
-            "sesa",
-            dict(max_trajectories=2, off_policy_correction=True, train_dataset=TARGETS, coverage_column="targets"),
-        ),
+        ("sesa", dict(max_trajectories=2, off_policy_correction=True, **TARGETS)),
         ("sesa", dict(mode="sequential")),
     ],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
+from world import QUIET
 
 from examples.benchmarks.tasks.multihop import LATE_HOP
 from trl_explore.agents.environments import guarded
@@ -130,7 +131,7 @@ def test_demonstrations_are_what_the_environment_answers():
 
 def test_demonstrations_end_badly_in_the_declared_proportions():
     ends, endings, redundant = Counter(), defaultdict(list), []
-    for question, seed, text in demonstrations(6000):
+    for question, seed, text in demonstrations(3000):
         path = split_question(question)[1]
         queries, answer = searches_and_answer(text)
         end = MULTI_HOP.verdict(question, seed, queries, answer)
@@ -271,16 +272,13 @@ def test_a_tiny_model_searches_well_and_ends_badly(tmp_path):
         model=str(folder),
         reward_funcs=recorded,
         args=GRPOConfig(
-            output_dir=str(tmp_path / "out"),
+            str(tmp_path / "out"),
             per_device_train_batch_size=16,
             per_device_eval_batch_size=256,
             num_generations=16,
             max_completion_length=MULTI_HOP.max_completion_length,
             max_tool_calling_iterations=MULTI_HOP.max_searches,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
+            **QUIET | {"seed": 42},
         ),
         train_dataset=MULTI_HOP.build_dataset(16, seed=0),
         eval_dataset=MULTI_HOP.evaluation_set(96),

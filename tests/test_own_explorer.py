@@ -33,12 +33,24 @@ def test_the_page_shows_the_example_and_the_explorer_has_at_most_thirty_lines():
     assert len([line for line in explorer.splitlines() if line]) <= 30
 
 
-@pytest.mark.slow
-def test_the_comparison_of_the_page_trains_the_explorer_and_its_control(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """A folder with the examples, and a file that makes the comparisons of the page small."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
-    shutil.copy(EXAMPLES / "own_explorer.py", tmp_path)
+    for name in ("own_explorer.py", "own_branches.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump({"task": "doors", **SMALL}))
+
+
+def run_smaller(line):
+    line = line.replace("--task doors", "--config tiny.yaml").replace("--tokens 3e4", "")
+    assert main(shlex.split(line)[1:]) == 0
+
+
+@pytest.mark.slow
+def test_the_comparison_of_the_page_trains_the_explorer_and_its_control(workdir, capsys):
     document = yaml.safe_load(block("yaml"))
     Path("halfway.yaml").write_text(yaml.safe_dump({**document, **SMALL}))
     command = shlex.split(block("bash").splitlines()[1].replace("--processes 2", "--processes 1"))
@@ -50,24 +62,13 @@ def test_the_comparison_of_the_page_trains_the_explorer_and_its_control(tmp_path
 
 
 @pytest.mark.slow
-def test_the_first_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
-    shutil.copy(EXAMPLES / "own_explorer.py", tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump({"task": "doors", **SMALL}))
-    line = block("bash").splitlines()[0].replace("--task doors", "--config tiny.yaml").replace("--tokens 3e4", "")
-    assert main(shlex.split(line)[1:]) == 0
+def test_the_first_command_of_the_page_runs(workdir):
+    run_smaller(block("bash").splitlines()[0])
 
 
-def test_the_branch_explorer_of_the_page_runs_and_trains_its_branches(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_branch_explorer_of_the_page_runs_and_trains_its_branches(workdir):
     assert (EXAMPLES / "own_branches.py").read_text().endswith(block("python", BRANCHES))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
-    shutil.copy(EXAMPLES / "own_branches.py", tmp_path)
-    Path("tiny.yaml").write_text(yaml.safe_dump({"task": "doors", **SMALL}))
-    line = block("bash", BRANCHES).replace("--task doors", "--config tiny.yaml").replace("--tokens 3e4", "")
-    assert main(shlex.split(line)[1:]) == 0
+    run_smaller(block("bash", BRANCHES))
     (state,) = Path("out/retry").glob("retry*/**/trainer_state.json")
     assert "branch/reward" in json.loads(state.read_text())["log_history"][0]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
@@ -34,17 +35,13 @@ def test_every_sub_package_of_the_tree_is_installed():
         assert (installed / "tree_view" / part.name).is_file(), part
 
 
-def test_the_version_is_the_distributions():
-    assert metadata.version("trl-explore") == trl_explore.__version__
-
-
 def python(code, cwd):
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
 
 
 def test_citations_name_the_version_and_the_paper_of_every_method():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert cited["version"] == trl_explore.__version__
+    assert cited["version"] == trl_explore.__version__ == metadata.version("trl-explore")
     papers = {ref["identifiers"][0]["value"].removeprefix("arXiv:"): ref["title"] for ref in cited["references"]}
     assert papers == {row.paper["id"]: row.paper["title"] for row in METHODS.values() if row.paper}
 
@@ -126,20 +123,7 @@ def test_only_the_command_line_imports_the_command_line():
             assert "trl_explore.cli" not in re.findall(r"(?:from|import) (trl_explore\.\w+)", path.read_text()), path
 
 
-def test_the_decorator_keeps_a_dataclass_working():
-    from dataclasses import dataclass
-
-    @explain_fields
-    @dataclass
-    class Knobs:
-        width: int = 1
-
-    assert Knobs(2).width == Knobs(width=2).width == 2
-
-
 def test_the_help_of_a_field_is_its_entry_in_the_docstring_as_argparse_takes_it():
-    from dataclasses import dataclass, fields
-
     @explain_fields
     @dataclass
     class Knobs:
@@ -164,11 +148,10 @@ def test_the_help_of_a_field_is_its_entry_in_the_docstring_as_argparse_takes_it(
         "Children of a Node, at least 5%%. See unknown_name.",
         "Levels.",
     ]
+    assert Knobs(2).width == Knobs(width=2).width == 2
 
 
 def test_a_class_without_its_docstring_has_empty_help_and_keeps_that_of_its_base():
-    from dataclasses import dataclass, fields
-
     @explain_fields
     @dataclass
     class Base:

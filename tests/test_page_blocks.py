@@ -14,9 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from commands import EXAMPLES, as_flags
 from datasets import load_dataset
 from peft import LoraConfig
 from test_docs import blocks
+from test_retrieval import OK, scripted_server
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 from trl import GRPOTrainer
@@ -157,34 +156,12 @@ def losses(trainer):
 # -------------------------------------------------------------------------------------------------------------- Python
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Answers every query with one passage, in the protocol of Search-R1's server."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        found = [[{"document": {"contents": "five"}, "score": 1.0}] for _ in asked["queries"]]
-        body = json.dumps({"result": found}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
 def search_agent(text, folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    try:
-        scope, _ = run_script(text.replace("http://127.0.0.1:8000", address))
+    with scripted_server(OK) as (url, _):
+        scope, _ = run_script(text.replace("http://127.0.0.1:8000/retrieve", url))
         # A random model answers nothing, so no reward differs and no parameter moves.
         assert len(losses(scope["trainer"])) == 2
-        assert "five" in scope["search"]("five")
-    finally:
-        server.shutdown()
-        server.server_close()
+        assert "A city." in scope["search"]("capital")
 
 
 def walking_agent(text, folder):
@@ -202,6 +179,18 @@ def walking_agent(text, folder):
     assert len(losses(trainer)) == 2 and moved(trainer.model, "agent")
 
 
+def data_rows():
+    return load_dataset("json", data_files=str(Path("data.jsonl").resolve()), split="train")
+
+
+def trained_by(trainer_class, args):
+    """A trainer of these classes, after a run that moved its model."""
+    trainer = trainer_class(model="./model", reward_funcs=accuracy_reward, args=args, train_dataset=data_rows())
+    trainer.train()
+    assert moved(trainer.model, "model")
+    return trainer
+
+
 def table_of_branches(text, folder):
     train("--log_completions", "true", "--segment_length", "2", "--segmentation", "fixed")
     _, told = run_script(text)
@@ -210,62 +199,38 @@ def table_of_branches(text, folder):
 
 def shared_prefixes(text, folder):
     scope, _ = run_script(text)
-    trainer = TreeGRPOTrainer(
-        model="./model", reward_funcs=accuracy_reward, args=scope["args"], train_dataset=rows_of(folder)
-    )
-    trainer.train()
-    assert trainer.args.shared_prefix_training == "on" and moved(trainer.model, "model")
+    assert trained_by(TreeGRPOTrainer, scope["args"]).args.shared_prefix_training == "on"
 
 
 def guided_branches(text, folder):
     scope, _ = run_script(text)
-    config = scope["GuidedConfig"](output_dir="out", **SMALL)
-    trainer = scope["GuidedDeepGRPOTrainer"](
-        model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
-    )
-    trainer.train()
+    trainer = trained_by(scope["GuidedDeepGRPOTrainer"], scope["GuidedConfig"](output_dir="out", **SMALL))
     assert {"geometry/mean_novelty", "pivots/failure_fraction"} <= trainer.state.log_history[0].keys()
-    assert moved(trainer.model, "model")
 
 
 def own_advantage(text, folder):
     scope, _ = run_script(text)
     config = scope["WReinforceConfig"](output_dir="out", **SMALL)
-    trainer = scope["WReinforceTrainer"](
-        model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
-    )
-    trainer.train()
+    trainer = trained_by(scope["WReinforceTrainer"], config)
     assert dataclasses.asdict(config)["positive_weight"] == 0.1
-    assert "advantage/better_fraction" in trainer.state.log_history[0] and moved(trainer.model, "model")
+    assert "advantage/better_fraction" in trainer.state.log_history[0]
 
 
 def own_explorer(text, folder):
     scope, _ = run_script(text)
-    config = scope["HalfwayConfig"](output_dir="out", **SMALL)
-    trainer = scope["HalfwayTrainer"](
-        model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
-    )
-    trainer.train()
-    assert trainer.state.log_history[0]["explore_share"] > 0 and moved(trainer.model, "model")
+    trainer = trained_by(scope["HalfwayTrainer"], scope["HalfwayConfig"](output_dir="out", **SMALL))
+    assert trainer.state.log_history[0]["explore_share"] > 0
 
 
 def own_branches(text, folder):
     scope, _ = run_script(text)
-    config = ExplorationConfig(output_dir="out", **SMALL)
-    trainer = scope["RetryTrainer"](
-        model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
-    )
-    trainer.train()
-    assert "branch/reward" in trainer.state.log_history[0] and moved(trainer.model, "model")
+    trainer = trained_by(scope["RetryTrainer"], ExplorationConfig(output_dir="out", **SMALL))
+    assert "branch/reward" in trainer.state.log_history[0]
 
 
 def own_test(text, folder):
     scope, _ = run_script(text)
     scope["test_with_weight_1_it_is_grpo_bit_for_bit"](folder / "out")
-
-
-def rows_of(folder):
-    return load_dataset("json", data_files=str(folder / "data.jsonl"), split="train")
 
 
 # Blocks that are a part of a run; all others must make a trainer and train it.
@@ -302,7 +267,7 @@ def test_both_sides_of_a_difference_train(page, note, text, side, reader):
     kept = [line[1:] for line in text.splitlines() if line[:1] in (side, " ")]
     names = {
         "accuracy_reward": accuracy_reward,
-        "dataset": rows_of(reader),
+        "dataset": data_rows(),
         "lora": LoraConfig(target_modules=["q_proj"]),
     }
     scope, _ = run_script("\n".join(kept), **names)

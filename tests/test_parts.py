@@ -10,7 +10,6 @@ import torch
 from trl_explore.agents.environments import guarded
 from trl_explore.agents.turns import Turns
 from trl_explore.rewards.checks import RewardError
-from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
@@ -162,25 +161,18 @@ def scorer(policy=None):
 
 def test_rows_are_scored_in_a_pass_of_their_own():
     policy = StandIn()
+    assert scorer(policy).score("aux", rows_of()) is None and policy.passes == []  # without a row, nothing is scored
     scored = scorer(policy).score("aux", rows_of([6, END], [6, 7, END], group_size=2))
     assert [p.name for p in policy.passes] == ["aux"] and scored.rewards.tolist() == [2.0, 3.0]
     assert scored.rows["advantages"].tolist() == [1.0, 2.0] and scored.real.all()
+    # Judged completions belong to no stream.
+    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]], prompt_ids=[[5], [5]])
+    assert (rewards, extra) == ([[1.0], [2.0]], [{}, {}]) and policy.passes[1].name is None
 
 
 def test_groups_of_one_reward_have_no_advantage_whatever_rounding_makes_of_it():
     scored = scorer().score("aux", rows_of([6, END], [7, END], group_size=2))
     assert scored.rows["advantages"].tolist() == [0.0, 0.0]
-
-
-def test_without_a_row_nothing_is_scored():
-    policy = StandIn()
-    assert scorer(policy).score("aux", rows_of()) is None and policy.passes == []
-
-
-def test_judged_completions_belong_to_no_stream():
-    policy = StandIn()
-    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]], prompt_ids=[[5], [5]])
-    assert (rewards, extra) == ([[1.0], [2.0]], [{}, {}]) and policy.passes[0].name is None
 
 
 def test_known_rewards_are_not_asked_for_again():
@@ -202,34 +194,32 @@ def test_known_rewards_are_not_asked_for_again():
 NONE, SOME = torch.full((4, 1), torch.nan), torch.ones(4, 1)
 
 
+def fed(*batches, resumed=False):
+    """A scorer that has seen these rewards, two rows per prompt."""
+    part = scorer()
+    part.begin_run(resumed=resumed)
+    for rewards in batches:
+        part.stop_if_unscored(rewards, {"prompt": 0}, group_size=2)
+    return part
+
+
 @pytest.mark.parametrize("first", [[], [SOME]])
 def test_a_run_stops_after_eight_prompts_in_a_row_without_a_reward(first):
-    part = scorer()
-    for rewards in [*first, NONE, NONE, NONE]:
-        part.stop_if_unscored(rewards, {"prompt": 0}, group_size=2)
+    part = fed(*first, NONE, NONE, NONE)
     with pytest.raises(RewardError, match="None of the completions of 8 prompt"):
         part.stop_if_unscored(NONE, {"prompt": 0}, group_size=2)
 
 
 def test_a_large_first_batch_without_a_reward_stops_the_run_at_once():
     with pytest.raises(RewardError, match="of 16 prompt"):
-        scorer().stop_if_unscored(torch.full((32, 1), torch.nan), {"prompt": 0}, group_size=2)
+        fed(torch.full((32, 1), torch.nan))
 
 
-def test_a_run_too_short_for_eight_prompts_stops_at_its_end():
-    part = scorer()
-    part.stop_if_unscored(NONE, {"prompt": 0}, group_size=2)
+def test_a_run_too_short_for_eight_prompts_stops_at_its_end_unless_it_had_a_reward():
     with pytest.raises(RewardError, match="of 2 prompt"):
-        part.stop_if_never_scored()
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_run_that_had_a_reward_does_not_stop_at_its_end(resumed):
-    part = scorer()
-    part.begin_run(resumed=resumed)
-    for rewards in [NONE] if resumed else [SOME, NONE]:
-        part.stop_if_unscored(rewards, {"prompt": 0}, group_size=2)
-    part.stop_if_never_scored()
+        fed(NONE).stop_if_never_scored()
+    fed(SOME, NONE).stop_if_never_scored()
+    fed(NONE, resumed=True).stop_if_never_scored()
 
 
 def test_the_scorer_reads_weights_that_were_replaced():
@@ -249,37 +239,36 @@ def trained(advantages):
     return {**rows, "advantages": torch.tensor(advantages), "num_items_in_batch": torch.tensor(1.0)}
 
 
-def test_a_stream_is_a_mean_over_its_own_rows():
+def stream(*advantages):
+    """Scored rows with these advantages."""
+    real = torch.ones(len(advantages), dtype=torch.bool)
+    return ScoredRows(trained([*advantages]), real, real, real)
+
+
+def prepared(**streams):
+    """A policy of the weight 1, the main row 0 and these streams, and the sum of two backward passes."""
     policy = StandIn()
-    part = StreamTraining(policy, together=False)
-    real = torch.tensor([True, True, True])
-    part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0, 2.0, 3.0]), real, real, real), 0.5)})
     policy.model.weight.data.fill_(1.0)
-    sums = [part.backward(policy.model, step, num_accumulated=1).item() for step in range(2)]
+    part = StreamTraining(policy, together=False)
+    part.prepare(trained([0.0]), streams)
+    sums = [part.backward(policy.model, step, num_accumulated=1) for step in range(2)]
+    return policy, part, sums
+
+
+def test_a_stream_is_a_mean_over_its_own_rows():
+    policy, _, sums = prepared(aux=(stream(1.0, 2.0, 3.0), 0.5))
     # The optimiser step averages over two micro-batches, so that their sum is twice the mean of the three rows.
-    assert sum(sums) == pytest.approx(0.5 * 2 * 2.0, abs=1e-6)
-    assert policy.model.weight.grad.item() == pytest.approx(sum(sums)) and policy.passes[0].name == "aux"
+    assert sum(sums).item() == pytest.approx(0.5 * 2 * 2.0, abs=1e-6)
+    assert policy.model.weight.grad.item() == pytest.approx(sum(sums).item()) and policy.passes[0].name == "aux"
+    _, part, sums = prepared(aux=(stream(1.0), 0.0))  # with the weight zero, it is not trained
+    assert part.prepared == {} and sums == [None, None]
 
 
 def test_a_stream_with_the_weight_none_shares_a_mean_with_the_main_rows_only():
-    policy = StandIn()
-    part = StreamTraining(policy, together=False)
-    policy.model.weight.data.fill_(1.0)
-    main, real = trained([0.0]), torch.ones(3, dtype=torch.bool)
-    joined = ScoredRows(trained([1.0, 2.0, 3.0]), real, real, real)
-    own = ScoredRows(trained([5.0, 7.0]), real[:2], real[:2], real[:2])
-    part.prepare(main, {"joined": (joined, None), "own": (own, 0.5)})
-    sums = sum(part.backward(policy.model, step, num_accumulated=1).item() for step in range(2))
-    assert sums == pytest.approx(2 * (6.0 / 4 + 0.5 * 12.0 / 2), abs=1e-6)  # 4: one main row and three joined rows
-    assert part.main_scale(main) == pytest.approx(2 / 4)
-
-
-def test_streams_with_the_weight_zero_are_not_trained():
-    policy = StandIn()
-    part = StreamTraining(policy, together=False)
-    real = torch.tensor([True])
-    part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0]), real, real, real), 0.0)})
-    assert part.prepared == {} and part.backward(policy.model, 0, num_accumulated=1) is None
+    _, part, sums = prepared(joined=(stream(1.0, 2.0, 3.0), None), own=(stream(5.0, 7.0), 0.5))
+    # 4: one main row and three joined rows
+    assert sum(sums).item() == pytest.approx(2 * (6.0 / 4 + 0.5 * 12.0 / 2), abs=1e-6)
+    assert part.main_scale(trained([0.0])) == pytest.approx(2 / 4)
 
 
 def logs(*prompts):
@@ -287,17 +276,12 @@ def logs(*prompts):
     return {**columns, "images": [], "rewards": {"r": [1.0] * len(prompts)}, "extra": {}}
 
 
-def test_rows_of_streams_stand_behind_the_main_rows():
+def test_rows_of_streams_stand_behind_the_main_rows_also_after_a_resume():
     part = CompletionsTable(StandIn())
     part.streams = {"aux": logs("b")}
     whole = part.whole(logs("a"), step=3)
     assert whole["prompt"] == ["a", "b"] and whole["extra"]["stream"] == ["main", "aux"]
-
-
-def test_a_table_comes_back_from_its_state():
-    part, empty = CompletionsTable(StandIn()), logs()
-    part.streams = {"aux": logs("b")}
-    again, back = CompletionsTable(StandIn()), {**empty, "rewards": defaultdict(list), "extra": defaultdict(list)}
+    again, back = CompletionsTable(StandIn()), {**logs(), "rewards": defaultdict(list), "extra": defaultdict(list)}
     again.load_state(part.state(logs("a"), step=3), back, step=3)
     assert again.whole(back, step=3)["prompt"] == ["a", "b"]
 
@@ -350,7 +334,3 @@ def test_rows_that_the_correction_takes_out_are_counted_and_told_once():
         part.watch_correction(output)
         part.watch_correction(output)
     assert len(found) == 1 and policy.logged["sampling/masked_fraction"] == [0.5, 0.5]
-
-
-def test_a_pass_begins_with_nothing_logged():
-    assert not Pass("aux").metrics and Pass("aux").rewards_per_func is None

@@ -194,6 +194,7 @@ def assert_as_generate(paths, *, rounds=4, seed=0):
 @every_model
 def test_completions_are_those_of_generate(make):
     paths = kept(make())
+    assert why_not(paths.model, paths.options) is None
     assert assert_as_generate(paths) > 0
     assert paths.encoded < paths.asked / 2
 
@@ -216,9 +217,9 @@ def test_completions_are_those_of_generate(make):
 def test_completions_are_those_of_generate_with(options):
     model = untied()
     paths = kept(model, sampling(**options))
+    assert why_not(model, paths.options) is None
     assert_as_generate(paths)
-    plain = kept(model)
-    assert drawn(paths, PROMPTS, [12] * 8) != drawn(plain, PROMPTS, [12] * 8)  # the option acts
+    assert drawn(paths, PROMPTS, [12] * 8) != drawn(kept(model), PROMPTS, [12] * 8)  # the option acts
 
 
 def test_options_of_the_model_count_where_a_call_says_nothing():
@@ -332,13 +333,10 @@ def test_a_path_is_encoded_once():
     assert counted == (2, 2)
 
 
-def test_what_is_said_beyond_a_budget_is_not_kept():
+def test_what_is_said_beyond_a_budget_and_what_has_ended_are_not_kept():
     paths = kept(llama(), sampling(ends=[NEVER]))
     drawn(paths, [SHORT, LONG], [2, 4])
     assert paths.num_tokens == len(LONG) + 2 + 3  # the short prompt begins the long one
-
-
-def test_what_has_ended_is_not_kept():
     paths = kept(llama(), sampling(ends=range(29)))
     completions, _ = drawn(paths, [SHORT, LONG], [4, 4])
     assert [*map(len, completions)] == [1, 1] and paths.num_tokens == len(LONG)
@@ -368,14 +366,13 @@ def test_those_used_longest_ago_make_room_and_ends_go_first():
     assert 1 < encoded <= 6
 
 
-@pytest.mark.parametrize("limit", [70, 80, 90])
-def test_what_made_room_is_encoded_again(limit):
+def test_what_made_room_is_encoded_again():
     model = untied()
-    paths, whole = kept(model, limit=limit), kept(model)
+    paths, whole = kept(model, limit=80), kept(model)
     for seed in (0, 10, 20, 0, 10, 20):
         for cache in (paths, whole):
             assert_as_generate(cache, rounds=2, seed=seed)
-        assert 0 < paths.num_tokens <= limit
+        assert 0 < paths.num_tokens <= 80
     assert paths.encoded > whole.encoded and paths.asked == whole.asked
 
 
@@ -425,33 +422,13 @@ def test_a_call_that_does_not_fit_changes_nothing():
 # ------------------------------------------------------------------------------------------- what stands against it
 
 
-def mistral():
-    return MistralForCausalLM(MistralConfig(**SIZE, sliding_window=4))
-
-
-def lfm2():
-    return Lfm2ForCausalLM(Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]))
-
-
 def t5():
     size = dict(vocab_size=29, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=PAD)
     return T5ForConditionalGeneration(T5Config(**size))
 
 
-def mamba():
-    return MambaForCausalLM(MambaConfig(vocab_size=29, hidden_size=16, num_hidden_layers=1, state_size=4))
-
-
 def sliding_qwen2():
     return make_model(num_hidden_layers=2, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-
-
-def with_dropout():
-    return make_model(attention_dropout=0.1).train()
-
-
-def with_dropout_of_adapters():
-    return get_peft_model(make_model(), LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])).train()
 
 
 def scattered():
@@ -460,34 +437,36 @@ def scattered():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (mistral, "layers of MistralForCausalLM that keep less"),
-        (sliding_qwen2, "layers of Qwen2ForCausalLM that keep less"),
-        (lfm2, "layers of Lfm2ForCausalLM that keep less, or more"),
-        (t5, "the inputs of T5ForConditionalGeneration"),
-        (mamba, "the inputs of MambaForCausalLM"),
-        (with_dropout, "dropout while sampling"),
-        (with_dropout_of_adapters, "dropout while sampling"),
-        (scattered, "several devices"),
-    ],
-)
+REFUSED = {
+    "windows of Mistral": (
+        lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=4)),
+        "layers of MistralForCausalLM that keep less",
+    ),
+    "windows of Qwen2": (sliding_qwen2, "layers of Qwen2ForCausalLM that keep less"),
+    "convolutions": (
+        lambda: Lfm2ForCausalLM(Lfm2Config(**SIZE, layer_types=["conv", "full_attention"])),
+        "layers of Lfm2ForCausalLM that keep less, or more",
+    ),
+    "an encoder": (t5, "the inputs of T5ForConditionalGeneration"),
+    "states": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=29, hidden_size=16, num_hidden_layers=1, state_size=4)),
+        "the inputs of MambaForCausalLM",
+    ),
+    "several devices": (scattered, "several devices"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_model_that_cannot_be_decoded_here_is_named(make, words):
     model = make()
     assert words in why_not(model, effective_options(model, sampling()))
 
 
-@every_model
-def test_nothing_stands_against(make):
-    model = make()
-    assert why_not(model, effective_options(model, sampling(temperature=0.7, min_p=0.1))) is None
-
-
-@pytest.mark.parametrize("make", [with_dropout, with_dropout_of_adapters])
-def test_nothing_stands_against_dropout_that_is_off(make):
-    model = make().eval()
-    assert why_not(model, effective_options(model, sampling())) is None
+def test_dropout_stands_against_it_unless_it_is_off():
+    adapters = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])
+    for model in (make_model(attention_dropout=0.1), get_peft_model(make_model(), adapters)):
+        assert "dropout while sampling" in why_not(model.train(), effective_options(model, sampling()))
+        assert why_not(model.eval(), effective_options(model, sampling())) is None
 
 
 @pytest.mark.parametrize(
@@ -554,7 +533,7 @@ def test_the_sampler_gives_the_same_and_encodes_less(tmp_path, batch_size, main_
     assert own.prefix_tokens_encoded < plain.prefix_tokens_encoded
 
 
-def test_paths_are_kept_for_a_rollout(tmp_path):
+def test_paths_are_kept_for_a_rollout_and_are_gone_when_sampling_raises(tmp_path):
     sampler = plain_trainer(tmp_path).sample
     assert sampler.paths is None
     for _ in range(2):
@@ -564,6 +543,12 @@ def test_paths_are_kept_for_a_rollout(tmp_path):
             assert sampler.paths.num_tokens > 0
         assert sampler.paths is None
     assert not sampler.policy.model._forward_hooks
+    with pytest.raises(IndexError), sampler.rollout():
+        assert sampler.paths is not None
+        sampler([[10**6]], 1, 2)  # no token
+    assert sampler.paths is None
+    [[continuation]] = sampler([LONG], 1, 4)
+    assert continuation.token_ids
 
 
 @pytest.mark.parametrize(
@@ -575,27 +560,6 @@ def test_nothing_is_kept_and_nothing_is_said(tmp_path, options):
         warnings.filterwarnings("error", message="Prefixes are encoded again")
         with sampler.rollout():
             assert sampler.paths is None
-
-
-def test_paths_are_gone_when_sampling_raises(tmp_path):
-    trainer = plain_trainer(tmp_path)
-    with pytest.raises(IndexError), trainer.sample.rollout():
-        assert trainer.sample.paths is not None
-        trainer.sample([[10**6]], 1, 2)  # no token
-    assert trainer.sample.paths is None
-    [[continuation]] = trainer.sample([LONG], 1, 4)
-    assert continuation.token_ids
-
-
-def test_paths_are_gone_when_a_reward_function_raises_in_a_search(tmp_path):
-    def broken(completions, **columns):
-        assert trainer.sample.paths is not None
-        raise KeyError("broken")
-
-    trainer = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=make_model(), reward_funcs=broken, **TREES)
-    with pytest.raises(KeyError):
-        trainer.train()
-    assert trainer.sample.paths is None
 
 
 @pytest.mark.parametrize(("batch_size", "entropies"), [(None, True), (2, False)])
@@ -712,6 +676,9 @@ def test_methods_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     if method is not METHODS["two stages"]:  # whose solutions are asked for with the sketches then
         assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
         assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
+    if setting == {} and method in (METHODS["trees"], METHODS["two stages"]):
+        kept, again = (p.sample.prefix_tokens_encoded / p.sample.prefix_tokens_asked for p, _ in (own, plain))
+        assert kept < 0.75 * again
 
 
 def test_mixed_precision_trains_with_kept_prefixes(tmp_path):
@@ -720,14 +687,6 @@ def test_mixed_precision_trains_with_kept_prefixes(tmp_path):
         warnings.filterwarnings("error", message="Prefixes are encoded again")
         trainer, said = run(cls, config, tmp_path, **options, bf16=True)
     assert trainer.model.dtype == torch.float32 and len(said) > 2
-
-
-@pytest.mark.parametrize("method", ["trees", "two stages"])
-def test_methods_encode_less_with_kept_prefixes(tmp_path, method):
-    cls, config, options = METHODS[method]
-    (own, _), (plain, _) = with_and_without(cls, config, tmp_path, **options)
-    kept, again = (part.sample.prefix_tokens_encoded / part.sample.prefix_tokens_asked for part in (own, plain))
-    assert kept < 0.75 * again
 
 
 def warned_run(*args, **options):

@@ -158,16 +158,8 @@ def test_the_distribution_is_utility_normalised(probs, gamma):
     torch.testing.assert_close(pivot_distribution(torch.tensor(probs, dtype=torch.float64), gamma=gamma), expected)
 
 
-def test_gamma_zero_and_constant_success_is_uniform():
-    torch.testing.assert_close(pivot_distribution(torch.full((5,), 0.3), gamma=0.0), torch.full((5,), 0.2).double())
-
-
-def test_a_single_point_has_probability_one():
-    assert pivot_distribution(torch.tensor([0.01]), gamma=50.0).tolist() == [1.0]
-
-
 @pytest.mark.parametrize("gamma", [-20.0, 50.0])
-@pytest.mark.parametrize("count", [2, 1000, 100_000])
+@pytest.mark.parametrize("count", [1, 2, 100_000])
 def test_extreme_gamma_neither_overflows_nor_vanishes(gamma, count):
     probs = pivot_distribution(torch.full((count,), 0.5), gamma=gamma)
     assert torch.isfinite(probs).all()

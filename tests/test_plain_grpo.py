@@ -23,28 +23,19 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 from world import CHARACTERS, QUIET, assert_same, differ, make_agent, make_trainer, parameters
 
+from trl_explore.methods import METHODS
 from trl_explore.trainers import (
-    BranPOConfig,
-    BranPOTrainer,
     DeepGRPOConfig,
     DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
     G2RLConfig,
     G2RLTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
 )
 
 PLAIN = {"theirs": (GRPOTrainer, GRPOConfig), "ours": (ExplorationTrainer, ExplorationConfig)}
-SAMPLING = [
-    (DeepGRPOTrainer, DeepGRPOConfig),
-    (TreeGRPOTrainer, TreeGRPOConfig),
-    (SESATrainer, SESAConfig),
-    (BranPOTrainer, BranPOConfig),
-]
+ROWS = [METHODS[name] for name in ("deep_grpo", "tree_grpo", "sesa", "branpo")]
+SAMPLING = [(row.trainer_class, row.config_class) for row in ROWS]
 IMAGE = "<image>"
 VISION_TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}{{ '<image>' if c['type'] == 'image' else c['text'] }}"
@@ -107,7 +98,7 @@ def dice(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None, "env_mask": masks}
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_iterations=2, beta=0.1), dict(steps_per_generation=2)], ids=str)
+@pytest.mark.parametrize("options", [dict(num_iterations=2, beta=0.1), dict(steps_per_generation=2)], ids=str)
 def test_a_rollout_func_is_that_of_grpo_bit_for_bit(tmp_path, options):
     assert_trains_the_same(lambda cls, config: make_trainer(cls, config, tmp_path, rollout_func=dice, **options))
 
@@ -221,10 +212,9 @@ def test_what_samples_rows_itself_refuses_tools_unless_it_says_otherwise(tmp_pat
         make_trainer(trainer_class, config_class, tmp_path, **{field: given})
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("trainer_class", [ExplorationTrainer, G2RLTrainer, *(pair[0] for pair in SAMPLING)])
-def test_objects_made_without_init_generate_as_grpo(trainer_class, training):
-    def generated(cls):
+def test_objects_made_without_init_generate_as_grpo(trainer_class):
+    def generated(cls, training):
         trainer = object.__new__(cls)
         trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, gather=lambda t: t)
         trainer.args = SimpleNamespace(report_to=[])
@@ -243,4 +233,5 @@ def test_objects_made_without_init_generate_as_grpo(trainer_class, training):
         }
         return trainer._generate(["a"])
 
-    assert generated(trainer_class) == generated(GRPOTrainer)
+    for training in (True, False):
+        assert generated(trainer_class, training) == generated(GRPOTrainer, training)

@@ -14,7 +14,8 @@ from trl_explore.evaluation.presets import FOLDER, Preset, as_prompts, load_pres
 BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 LETTER = "\n\nReason step by step, and put the letter of your choice within \\boxed{}."
 
-# Made up, in the columns and types of the real ones: two rows, and their expected prompts and answers.
+# Made up, in the columns and types of the real ones, but for some that nothing reads: rows, and their expected prompts
+# and answers.
 FORMATS = {
     "gsm8k": (
         [
@@ -24,16 +25,7 @@ FORMATS = {
         [("Ada has 2 hats and buys 3." + BOXED, "2+3=<<2+3=5>>5\n#### 5"), ("Bo has none." + BOXED, "#### 1,000")],
     ),
     "math500": (
-        [
-            {
-                "problem": "Halve $1$.",
-                "solution": "so \\boxed{9}",
-                "answer": "\\frac{1}{2}",
-                "subject": "Algebra",
-                "level": 1,
-                "unique_id": "test/1",
-            }
-        ],
+        [{"problem": "Halve $1$.", "solution": "so \\boxed{9}", "answer": "\\frac{1}{2}", "level": 1}],
         [("Halve $1$." + BOXED, "\\frac{1}{2}")],
     ),
     "aime24": (
@@ -67,18 +59,7 @@ FORMATS = {
         [("Which is even?\n\nA. one\nB. five\nC. two\nD. three" + LETTER, "C")],
     ),
     "mmlu_pro": (
-        [
-            {
-                "question_id": 70,
-                "question": "Which is last?",
-                "options": [str(i) for i in range(10)],
-                "answer": "J",
-                "answer_index": 9,
-                "cot_content": "",
-                "category": "other",
-                "src": "made up",
-            }
-        ],
+        [{"question": "Which is last?", "options": [str(i) for i in range(10)], "answer": "J", "answer_index": 9}],
         [("Which is last?\n\n" + "\n".join(f"{c}. {i}" for i, c in enumerate("ABCDEFGHIJ")) + LETTER, "J")],
     ),
 }
@@ -109,8 +90,22 @@ def test_every_benchmark_is_tried_here():
     assert preset_names() == sorted(FORMATS)
 
 
+# Right and wrong answers to the rows, in their order.
+ANSWERS = {
+    "gsm8k": (["so \\boxed{5}", "It is 1000.\n#### 1000"], ["\\boxed{6}", "#### 1001"]),
+    "math500": (["\\boxed{0.5}"], ["\\boxed{9}"]),
+    "aime24": (["\\boxed{204}"], ["\\boxed{20}"]),
+    "aime25": (["\\boxed{70}"], ["no idea"]),
+    "amc": (["\\boxed{142}"], ["\\boxed{14}"]),
+    "minerva": (["\\boxed{4.5 \\times 10^{33}}"], ["\\boxed{4.5}"]),
+    "olympiadbench": (["\\boxed{2}", "\\boxed{-3, 8}"], ["\\boxed{3}", "\\boxed{8}"]),
+    "gpqa": (["\\boxed{C}"], ["\\boxed{A}"]),
+    "mmlu_pro": (["The answer is (J)."], ["\\boxed{I}"]),
+}
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_copy_of_the_hub_is_read_as_the_benchmark(name, tmp_path):
+def test_a_copy_of_the_hub_is_read_as_the_benchmark_and_answers_are_graded(name, tmp_path):
     benchmark = load_benchmark(f"{name}={hub_copy(tmp_path, name)}", flags())
     found = [(row["prompt"], row["answer"]) for row in benchmark.rows]
     expected = [([{"role": "user", "content": prompt}], answer) for prompt, answer in FORMATS[name][1]]
@@ -119,41 +114,12 @@ def test_a_copy_of_the_hub_is_read_as_the_benchmark(name, tmp_path):
     assert benchmark.name == name
     assert benchmark.origin["split"] == preset.split and benchmark.origin["config"] == preset.config
     assert benchmark.recommended["num_samples"] == preset.num_samples
-
-
-RIGHT = {
-    "gsm8k": ["so \\boxed{5}", "It is 1000.\n#### 1000"],
-    "math500": ["\\boxed{0.5}"],
-    "aime24": ["\\boxed{204}"],
-    "aime25": ["\\boxed{70}"],
-    "amc": ["\\boxed{142}"],
-    "minerva": ["\\boxed{4.5 \\times 10^{33}}"],
-    "olympiadbench": ["\\boxed{2}", "\\boxed{-3, 8}"],
-    "gpqa": ["\\boxed{C}"],
-    "mmlu_pro": ["The answer is (J)."],
-}
-WRONG = {
-    "gsm8k": ["\\boxed{6}", "#### 1001"],
-    "math500": ["\\boxed{9}"],
-    "aime24": ["\\boxed{20}"],
-    "aime25": ["no idea"],
-    "amc": ["\\boxed{14}"],
-    "minerva": ["\\boxed{4.5}"],
-    "olympiadbench": ["\\boxed{3}", "\\boxed{8}"],
-    "gpqa": ["\\boxed{A}"],
-    "mmlu_pro": ["\\boxed{I}"],
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_benchmark_grades_right_and_wrong_answers(name, tmp_path):
-    benchmark = load_benchmark(f"{name}={hub_copy(tmp_path, name)}", flags())
     (reward,) = benchmark.reward_funcs
-    columns = {"answer": benchmark.rows["answer"][:]}
-    for texts, expected in ((RIGHT[name], 1.0), (WRONG[name], 0.0)):
+    right, wrong = ANSWERS[name]
+    for texts, score in ((right, 1.0), (wrong, 0.0)):
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        assert reward(completions=completions, **columns) == [expected] * len(texts)
-    assert all(benchmark.answer_fn(text) is not None for text in RIGHT[name])
+        assert reward(completions=completions, answer=benchmark.rows["answer"][:]) == [score] * len(texts)
+    assert all(benchmark.answer_fn(text) is not None for text in right)
 
 
 def test_a_file_or_a_bare_folder_of_files_is_a_copy_too(tmp_path):
@@ -216,13 +182,10 @@ def test_mistakes_in_a_yaml_file_are_named(tmp_path, fields, message):
         load_preset(tmp_path / "quiz.yaml")
 
 
-def test_a_missing_column_is_named_with_those_there_are():
+def test_a_missing_column_or_preset_is_named_with_the_nearest():
     rows = Dataset.from_list([{"problems": "1+1", "answer": "2"}])
     with pytest.raises(ValueError, match=r"unknown column 'problem'; did you mean 'problems'\? .*'answer'"):
         as_prompts(rows, load_preset("math500"))
-
-
-def test_an_unknown_preset_gets_the_nearest():
     with pytest.raises(ValueError, match="unknown preset 'math-500'; did you mean 'math500'"):
         load_preset("math-500")
 

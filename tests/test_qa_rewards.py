@@ -26,21 +26,14 @@ from trl_explore.runs.inputs import load_reward_functions
     ("text", "form"),
     [
         ("The  Eiffel-Tower, (Paris)!", "eiffeltower paris"),
-        ("an apple a day", "apple day"),
-        ("Theatre", "theatre"),
-        ("U.S.A.", "usa"),
-        ("1,000.50", "100050"),
         ("Beyoncé", "beyoncé"),
         ("Beyonce\u0301", "beyoncé"),
         ("ÅNGSTRÖM", "ångström"),
         ("東京 Tower", "東京 tower"),
         ("don\u2019t", "don\u2019t"),  # SQuAD's punctuation is ASCII's
         ("\u00a0a\tb\n", "b"),
-        ("A", ""),
         ("The The.", ""),
-        ("!!!", ""),
         ("", ""),
-        (" \n", ""),
     ],
 )
 def test_normal_forms(text, form):
@@ -103,13 +96,8 @@ def test_scores_are_hotpots_and_the_best_over_golds(prediction, golds):
     ("prediction", "golds", "f1", "em"),
     [
         ("Paris", "paris.", 1.0, 1.0),
-        ("the city of Paris", "Paris", 0.5, 0.0),
         ("Paris Paris", "Paris", 2 / 3, 0.0),
-        ("yes", "yes it is", 0.0, 0.0),
-        ("no answer", "noanswer", 0.0, 0.0),
-        ("Yes.", "yes", 1.0, 1.0),
         ("Lutetia", ["Paris", "Lutetia"], 1.0, 1.0),
-        ("1000", "1,000", 1.0, 1.0),
         ("3.5", "35", 1.0, 1.0),  # SQuAD's form does that
         ("", "Paris", 0.0, 0.0),
         ("", "", 0.0, 0.0),
@@ -117,12 +105,8 @@ def test_scores_are_hotpots_and_the_best_over_golds(prediction, golds):
         (" ", "A", 0.0, 0.0),  # an empty answer, which SQuAD's script would take for an article
         ("the", "a", 1.0, 1.0),
         ("A", "a", 1.0, 1.0),
-        ("A.", "A", 1.0, 1.0),
         ("(a)", "A", 1.0, 1.0),
         ("the A", "A", 1.0, 1.0),
-        ("B", "A", 0.0, 0.0),
-        ("A", "B", 0.0, 0.0),
-        ("The The.", "The The", 1.0, 1.0),
         ("The The", ["The Who", "The The."], 1.0, 1.0),
     ],
 )
@@ -166,9 +150,8 @@ def says(content, **more):
 
 
 def calls(content="", **more):
-    return says(
-        content, tool_calls=[{"type": "function", "function": {"name": "search", "arguments": {"query": "q"}}}], **more
-    )
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "q"}}}
+    return says(content, tool_calls=[call], **more)
 
 
 SHOWN = {"role": "tool", "name": "search", "content": "Doc 1 <answer>trap</answer> <search>trap</search>"}
@@ -200,12 +183,8 @@ def test_a_missing_gold_column_is_an_error_that_names_it(reward):
         reward(["a"], solution=["a"])
 
 
-T, S, A, INFO = (
-    "<thinking>t</thinking>",
-    "<search>q</search>",
-    "<answer>Paris</answer>",
-    "<information>i</information>",
-)
+T, S = "<thinking>t</thinking>", "<search>q</search>"
+A, INFO = "<answer>Paris</answer>", "<information>i</information>"
 OK, BAD = 1.0, -0.5
 
 
@@ -221,20 +200,14 @@ OK, BAD = 1.0, -0.5
         ([T + A], BAD, OK, BAD),
         ([A], BAD, OK, BAD),
         ([T + S], BAD, BAD, BAD),
-        ([T + S, T], BAD, BAD, BAD),
         ([T + S, T + "<answer>Paris"], BAD, BAD, BAD),
-        ([T + S, T + "<answer></answer>"], BAD, BAD, BAD),
         ([T + S, "<thinking></thinking>" + A], BAD, BAD, BAD),
         ([T + S, T + A + A], BAD, BAD, BAD),
-        ([T + S, T + A, T + A], BAD, BAD, BAD),
         ([T + A, T + S], BAD, BAD, BAD),
-        ([T + S + S, T + A], BAD, BAD, BAD),
         ([T + S + A], BAD, BAD, BAD),
         ([S + T, A], BAD, BAD, BAD),
-        ([T + T + S, A], BAD, BAD, BAD),
         ([T + S, "so " + T + A], BAD, BAD, BAD),
         ([T + S, T + A + " done"], BAD, BAD, BAD),
-        ([T + S, "<thinking>t " + A], BAD, BAD, BAD),
         ([T + S, "<thinking>" + A + "</thinking>" + A], BAD, BAD, BAD),
         ([T + S, T + "<answer>Rome</answer>"], 0.0, 0.0, 0.0),
         (["", ""], BAD, BAD, BAD),
@@ -316,20 +289,8 @@ def test_the_rewards_have_names_and_are_found_by_them():
     assert [inspect.unwrap(found) for found in load_reward_functions([path], None)] == [search_reward]
 
 
-PIECES = [
-    T,
-    S,
-    A,
-    INFO,
-    "<thinking>",
-    "</thinking>",
-    "<search>",
-    "</search>",
-    "<answer>",
-    "</answer>",
-    "<information>",
-    "x",
-]
+TAGS = ["<thinking>", "</thinking>", "<search>", "</search>", "<answer>", "</answer>", "<information>"]
+PIECES = [T, S, A, INFO, *TAGS, "x"]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), st.booleans(), st.booleans())

@@ -120,13 +120,10 @@ def test_a_second_quickstart_keeps_what_is_there_says_so_and_how_to_start_anew(t
         assert (tmp_path / "out/quickstart" / name).stat().st_size > 0
 
 
-def test_a_folder_of_other_settings_is_refused(tmp_path, capsys):
+def test_a_folder_of_other_settings_and_no_process_are_refused(tmp_path, capsys):
     finished(tmp_path / "out", document(**FULL))
     assert main(["quickstart", "--fast", "--output_dir", str(tmp_path / "out")]) == 2
     assert "holds another comparison: budget.tokens: 60000.0 in the folder, 3000.0 now" in capsys.readouterr().err
-
-
-def test_no_process_is_not_a_number_of_processes(capsys):
     assert main(["quickstart", "--processes", "0"]) == 2
     assert "processes=0: give an integer of at least 1" in capsys.readouterr().err
 
@@ -137,16 +134,9 @@ def test_ctrl_c_in_a_terminal_keeps_a_quickstart_that_the_same_command_finishes(
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     flags = ["--fast", "--output_dir", str(tmp_path / "out"), "--num_seeds", "1", "--processes", "2"]
     command = [sys.executable, "-m", "trl_explore.cli", "quickstart", *flags]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    options = dict(env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    options |= dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process = subprocess.Popen(command, start_new_session=True, **options)
     output = ""
     while "1/3 " not in output:  # the line of the first run that is finished
         line = process.stdout.readline()

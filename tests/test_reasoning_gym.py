@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from datasets import concatenate_datasets
-from trl import GRPOConfig, GRPOTrainer
 from world import make_model, make_trainer
 
 from trl_explore.environments import ReasoningGymSpec, load_spec
@@ -96,6 +95,7 @@ def test_too_few_questions_are_one_error():
         _ = spec.eval_dataset
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_hash_seed(monkeypatch):
     rows = []
     for seed in "12":
@@ -148,12 +148,6 @@ def test_load_spec():
 def test_bad_arguments_are_one_error(name, options, message):
     with pytest.raises(ValueError, match=message):
         ReasoningGymSpec(name, **options)
-
-
-def test_fields_that_make_no_problem_are_one_error():
-    spec = ReasoningGymSpec("countdown", size=1, max_value=2, min_numbers=2, max_numbers=2)
-    with pytest.raises(ValueError, match="countdown cannot make its rows: ValueError: Failed to generate"):
-        _ = spec.train_dataset
 
 
 def test_missing_package_names_the_extra(monkeypatch):
@@ -440,8 +434,7 @@ HARDER = {
 @pytest.mark.parametrize("harder", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_demonstrations_keep_to_the_form(name, harder):
-    size = 120
-    spec = ReasoningGymSpec(name, form="steps", **{"size": size, **(HARDER[name] if harder else {})})
+    spec = ReasoningGymSpec(name, form="steps", **{"size": 120, **(HARDER[name] if harder else {})})
     rng = random.Random(0)
     right = 0
     for row in spec.train_dataset:
@@ -486,102 +479,99 @@ def test_changed_solutions_do_not_score(name):
     assert refused > 30
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("11 - 4 = 7\n7 + 17 = 24", "((11 - 4) + 17)"),
-        ("11 - 4 = 7\n17 + 7 = 24", "(17 + (11 - 4))"),
-        ("  11 - 4 = 7\n7 + 17 = 24\n", "((11 - 4) + 17)"),
-        ("11 - 4 = 8\n8 + 17 = 25", None),  # wrong sum
-        ("11 - 4 = 7\n7 + 16 = 23", None),  # no such number
-        ("11 - 4 = 7\n11 + 7 = 18", None),  # used twice
-        ("11 - 4 = 7", None),  # a number is left
-        ("11 / 4 = 2\n2 + 17 = 19", None),  # no whole number
-        ("11 - 4 = 7\n\n7 + 17 = 24", None),
-        ("11-4=7\n7+17=24", None),
-        ("1١ - 4 = 7\n7 + 17 = 24", None),  # a digit of another script
-    ],
-)
-def test_countdown_checks_every_line(text, answer):
-    entry = {"metadata": {"numbers": [11, 4, 17], "target": 24}}
-    assert FORMS["countdown"].question(entry) == "Use 11, 4, 17 to make 24."
-    assert FORMS["countdown"].answer(text, entry) == answer
+# The problem of each form, its question, the answers of some completions, and completions that are refused.
+COMPLETIONS = {
+    "countdown": (
+        {"numbers": [11, 4, 17], "target": 24},
+        "Use 11, 4, 17 to make 24.",
+        {
+            "11 - 4 = 7\n7 + 17 = 24": "((11 - 4) + 17)",
+            "11 - 4 = 7\n17 + 7 = 24": "(17 + (11 - 4))",
+            "  11 - 4 = 7\n7 + 17 = 24\n": "((11 - 4) + 17)",
+        },
+        [
+            "11 - 4 = 8\n8 + 17 = 25",  # wrong sum
+            "11 - 4 = 7\n7 + 16 = 23",  # no such number
+            "11 - 4 = 7\n11 + 7 = 18",  # used twice
+            "11 - 4 = 7",  # a number is left
+            "11 / 4 = 2\n2 + 17 = 19",  # no whole number
+            "11 - 4 = 7\n\n7 + 17 = 24",
+            "11-4=7\n7+17=24",
+            "1١ - 4 = 7\n7 + 17 = 24",  # a digit of another script
+        ],
+    ),
+    "jugs": (
+        {"puzzle": {"jug_capacities": [3, 5, 8], "target": 2, "min_moves": 2}},
+        "Jugs 358, get 2.",
+        {"050\n320": '["fill B", "pour B->A"]'},
+        ["020", "050\n050", "050\n230", "05\n320", "050\n3200", "090"],
+    ),
+    "shortest_path": (
+        {"matrix": [["*", "X", "O"], ["O", "O", "#"]]},
+        "2 to 3:\n210\n003",
+        {"21\n22\n23": "down right right", "none": "infeasible"},
+        ["12\n13\n23", "21\n23", "11", "31", "none\n21", "21\n\n22\n23", "01"],
+    ),
+    "word_ladder": (
+        {"start_word": "CAT", "end_word": "DOG"},
+        "Change cat to dog.",
+        {"cot\ncog\ndog": "CAT,COT,COG,DOG"},
+        ["cat\ncot", "dog", "cot cog dog", "COT", "coot"],  # not one letter a line
+    ),
+    "chain_sum": (  # the chain is checked, but not the sums
+        {"expression": "45 + -17 - 9"},
+        None,
+        {"45 + -17 = 28\n28 - 9 = 19": "19", "45 + -17 = 30\n30 - 9 = 21": "21"},
+        ["45 + -17 = 28\n27 - 9 = 18", "45 + -17 = 28", "19", "45 + -17 = 28\n28 + 9 = 37"],
+    ),
+}
 
 
-def test_jugs_accept_only_moves():
-    entry = {"metadata": {"puzzle": {"jug_capacities": [3, 5, 8], "target": 2, "min_moves": 2}}}
-    form = FORMS["jugs"]
-    assert form.question(entry) == "Jugs 358, get 2."
-    assert form.answer("050\n320", entry) == '["fill B", "pour B->A"]'
-    for text in ("020", "050\n050", "050\n230", "05\n320", "050\n3200", "090"):
-        assert form.answer(text, entry) is None
-
-
-def test_shortest_path_accepts_only_steps():
-    entry = {"metadata": {"matrix": [["*", "X", "O"], ["O", "O", "#"]]}}
-    form = FORMS["shortest_path"]
-    assert form.question(entry) == "2 to 3:\n210\n003"
-    assert form.answer("21\n22\n23", entry) == "down right right"
-    assert form.answer("none", entry) == "infeasible"
-    for text in ("12\n13\n23", "21\n23", "11", "31", "none\n21", "21\n\n22\n23", "01"):
-        assert form.answer(text, entry) is None
-
-
-def test_word_ladder_accepts_only_one_letter_a_line():
-    entry = {"metadata": {"start_word": "CAT", "end_word": "DOG"}}
-    form = FORMS["word_ladder"]
-    assert form.question(entry) == "Change cat to dog."
-    assert form.answer("cot\ncog\ndog", entry) == "CAT,COT,COG,DOG"
-    for text in ("cat\ncot", "dog", "cot cog dog", "COT", "coot"):
-        assert form.answer(text, entry) is None
-
-
-def test_chain_sum_checks_the_chain_but_not_the_sums():
-    entry = {"metadata": {"expression": "45 + -17 - 9"}}
-    form = FORMS["chain_sum"]
-    assert form.answer("45 + -17 = 28\n28 - 9 = 19", entry) == "19"
-    assert form.answer("45 + -17 = 30\n30 - 9 = 21", entry) == "21"
-    for text in ("45 + -17 = 28\n27 - 9 = 18", "45 + -17 = 28", "19", "45 + -17 = 28\n28 + 9 = 37"):
-        assert form.answer(text, entry) is None
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_checks_every_line(name):
+    metadata, question, accepted, refused = COMPLETIONS[name]
+    form, entry = FORMS[name], {"metadata": metadata}
+    assert question is None or form.question(entry) == question
+    for text, answer in accepted.items():
+        assert form.answer(text, entry) == answer
+    for text in refused:
+        assert form.answer(text, entry) is None, text
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("countdown", dict(min_numbers=5, max_numbers=5), "takes 2 to 4 numbers; this problem has 5"),
-        ("jugs", dict(difficulty=12), "at most 9 litres"),
-        ("shortest_path", dict(min_rows=10, max_rows=10), "at most 9 rows"),
-        ("chain_sum", dict(min_terms=1, max_terms=1), "at least two terms"),
+        ("countdown", dict(min_numbers=5, max_numbers=5, form="steps"), "takes 2 to 4 numbers; this problem has 5"),
+        ("jugs", dict(difficulty=12, form="steps"), "at most 9 litres"),
+        ("shortest_path", dict(min_rows=10, max_rows=10, form="steps"), "at most 9 rows"),
+        ("chain_sum", dict(min_terms=1, max_terms=1, form="steps"), "at least two terms"),
+        (
+            "countdown",
+            dict(max_value=2, min_numbers=2, max_numbers=2),
+            "countdown cannot make its rows: ValueError: Failed to generate",
+        ),
     ],
 )
-def test_problems_too_large_for_a_form_are_one_error(name, options, message):
+def test_problems_that_cannot_be_made_or_are_too_large_for_a_form_are_one_error(name, options, message):
     with pytest.raises(ValueError, match=message):
-        _ = ReasoningGymSpec(name, form="steps", size=2, **options).train_dataset
+        _ = ReasoningGymSpec(name, size=2, **options).train_dataset
 
 
 # --- training ---
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "config_class", "options"),
-    [
-        (GRPOTrainer, GRPOConfig, {}),
-        (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
-    ],
-)
-def test_training(trainer_class, config_class, options, tmp_path):
+def test_training(tmp_path):
     # The right digit anywhere in the completion gets a part of the score, so that a random model gets rewards.
     spec = ReasoningGymSpec("gcd", answer_in="completion", size=16, eval_size=8, max_value=9)
+    options = {**spec.options, "max_completion_length": 8, "max_steps": 2, "reward_funcs": spec.reward_funcs}
+    options |= dict(num_branches=3, segmentation="fixed", segment_length=2)
     trainer = make_trainer(
-        trainer_class,
-        config_class,
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
         tmp_path,
         model=make_model(max_position_embeddings=512),
         train_dataset=spec.train_dataset,
         eval_dataset=spec.eval_dataset,
-        reward_funcs=spec.reward_funcs,
-        max_steps=2,
-        **{**spec.options, "max_completion_length": 8},
         **options,
     )
     trainer.train()
@@ -593,8 +583,7 @@ def test_training(trainer_class, config_class, options, tmp_path):
 
 def test_training_on_steps(tmp_path):
     spec = ReasoningGymSpec("countdown", form="steps", size=16)
-    trainer = make_trainer(
-        output_dir=tmp_path, train_dataset=spec.train_dataset, reward_funcs=spec.reward_funcs, max_steps=2
-    )
+    data = dict(train_dataset=spec.train_dataset, reward_funcs=spec.reward_funcs)
+    trainer = make_trainer(output_dir=tmp_path, max_steps=1, **data)
     trainer.train()
     assert trainer.state.log_history[0]["rewards/reasoning_gym_countdown/mean"] == 0.0

@@ -20,19 +20,14 @@ from trl_explore.tasks.tiny_model import build_model
 BENCHMARKS = EXAMPLES / "benchmarks"
 SCALE = {"scale_rewards": ["group", "none"]}
 METRICS = ["greedy_accuracy", "pass_at_16"]
+SHUFFLED = {"novelty_scores": "shuffled"}
+WEIGHTS = {"novelty_weight": [0.5, 1.0]}
 MORE = {"num_generations": 4, "per_device_train_batch_size": 8}
 ARMS = [
     {"name": "GRPO", "method": "grpo", "role": "baseline", "knob": SCALE},
     {"name": "4x", "method": "grpo", "role": "more samples", "options": MORE, "knob": SCALE},
-    {"name": "G2RL", "method": "g2rl", "role": "method", "knob": {"novelty_weight": [0.5, 1.0]}},
-    {
-        "name": "G2RL, shuffled",
-        "method": "g2rl",
-        "role": "control",
-        "of": "G2RL",
-        "options": {"novelty_scores": "shuffled"},
-        "knob": {"novelty_weight": [0.5, 1.0]},
-    },
+    {"name": "G2RL", "method": "g2rl", "role": "method", "knob": WEIGHTS},
+    dict(name="G2RL, shuffled", method="g2rl", role="control", of="G2RL", options=SHUFFLED, knob=WEIGHTS),
 ]
 REGIME = {
     "claim": "Nothing, in three steps.",
@@ -43,7 +38,7 @@ REGIME = {
         "budget": {"tokens": 48},
         "evaluations": 2,
         "num_eval": 4,
-        "metrics": ["greedy_accuracy", "pass_at_16"],
+        "metrics": METRICS,
         "samples_at_ends": 40,
         "common": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
@@ -66,13 +61,8 @@ def modules():
         import regimes_report
         import regimes_results
 
-        yield SimpleNamespace(
-            regimes=regimes,
-            results=regimes_results,
-            plan=regimes_plan,
-            effects=regimes_effects,
-            report=regimes_report,
-        )
+        loaded = dict(regimes=regimes, results=regimes_results, plan=regimes_plan)
+        yield SimpleNamespace(**loaded, effects=regimes_effects, report=regimes_report)
     for name in [name for name in sys.modules if name.startswith("regimes")]:
         del sys.modules[name]
 
@@ -101,6 +91,14 @@ def load(regimes, **changes):
     return regimes.Regime.load(path)
 
 
+def comparison(**changes):
+    return {"comparison": {**REGIME["comparison"], **changes}}
+
+
+def third_arm(**changes):
+    return {"arms": [*ARMS[:2], {**ARMS[2], **changes}]}
+
+
 def point(cost, value, correct, greedy):
     costs = dict.fromkeys(("step", "tokens", "trained_tokens", "seconds", "cpu_seconds"), float(cost))
     training = {"train/entropy": 0.5, "train/frac_reward_zero_std": 0.5}
@@ -119,7 +117,7 @@ def made(results, stage, arms, values, regime=None):
             arm = {**arm, "options": options}
             run = Run(arm["name"], seed, points, [])
             settings = results.settings_of(regime.document(stage, []), arm) if regime else ""
-            rows += results.to_rows(run, stage, arm, settings=settings, metrics=["greedy_accuracy", "pass_at_16"])
+            rows += results.to_rows(run, stage, arm, settings=settings, metrics=METRICS)
     return rows
 
 
@@ -175,11 +173,8 @@ def test_every_stage_takes_the_best_of_the_one_before(regimes, results, plan):
 
     rows += made(results, "rates", plan.stage_arms(regime, "rates", rows), [[0.2], [0.6], [0.5], [0.1]])
     arms = plan.stage_arms(regime, "knob", rows)
-    assert arms[0] == {
-        "name": "GRPO: scale_rewards none",
-        "method": "grpo",
-        "options": {"scale_rewards": "none", "learning_rate": 1e-3},
-    }
+    tuned = {"scale_rewards": "none", "learning_rate": 1e-3}
+    assert arms[0] == {"name": "GRPO: scale_rewards none", "method": "grpo", "options": tuned}
     assert arms[1]["options"] == {**MORE, "learning_rate": 1e-4, "scale_rewards": "none"}
     rows += made(results, "knob", arms, [[0.7], [0.4]])
 
@@ -204,12 +199,8 @@ def test_rivals_are_the_tuned_baseline_with_one_thing_changed(regimes, results, 
     rows += made(results, "knob", plan.stage_arms(regime, "knob", rows), [[0.7], [0.4]])
     arms = plan.stage_arms(regime, "rival rates", rows)
     assert arms[1]["options"] == {"scale_rewards": "none", "entropy_coef": 0.003, "learning_rate": 1e-3}
-    assert arms[3]["options"] == {
-        "scale_rewards": "none",
-        "advantage": "unlikeliness",
-        "unlikeliness_beta": 0.25,
-        "learning_rate": 1e-3,
-    }
+    expected = {"advantage": "unlikeliness", "unlikeliness_beta": 0.25}
+    assert arms[3]["options"] == {"scale_rewards": "none", "learning_rate": 1e-3, **expected}
     rows += made(results, "rival rates", arms, [[0.5], [0.6], [0.3], [0.2]])
     arms = plan.stage_arms(regime, "rival knob", rows)
     assert [arm["options"]["learning_rate"] for arm in arms] == [1e-3, 1e-4]
@@ -246,21 +237,21 @@ def test_a_collapse_is_read_against_the_start_and_against_the_best_on_developmen
         ({"seed": 1}, "small.yaml: unknown field 'seed'; did you mean 'seeds'?"),
         ({"arms": ARMS[1:]}, "the first arm must have the role baseline, the second the role more samples"),
         (
-            {"arms": [*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [1.0]}}]},
+            third_arm(knob={"novelty_weight": [1.0]}),
             "arm G2RL: knob={'novelty_weight': [1.0]}: give one field with two values",
         ),
-        ({"arms": [*ARMS[:2], {**ARMS[2], "role": "hero"}]}, "role='hero': choose one of baseline"),
+        (third_arm(role="hero"), "role='hero': choose one of baseline"),
         ({"arms": [*ARMS[:3], {**ARMS[3], "of": "SESA"}]}, "of='SESA': name the method"),
-        ({"arms": [*ARMS[:2], {**ARMS[2], "grid": {}}]}, "arm G2RL: unknown field 'grid'"),
-        ({"arms": [*ARMS[:2], {**ARMS[2], "method": "g2lr"}]}, "unknown method 'g2lr'; did you mean 'g2rl'?"),
+        (third_arm(grid={}), "arm G2RL: unknown field 'grid'"),
+        (third_arm(method="g2lr"), "unknown method 'g2lr'; did you mean 'g2rl'?"),
         ({"arms": [*ARMS[:2], {"name": "SESA", "method": "sesa", "role": "method"}]}, "arm SESA: give it a knob"),
-        ({"comparison": {**REGIME["comparison"], "budget": {"steps": 3}}}, "give the budget in tokens"),
+        (comparison(budget={"steps": 3}), "give the budget in tokens"),
         ({"metric": "pass_at_1"}, "metric='pass_at_1' is not measured"),
         ({"variety": "coverage_at_8"}, "variety='coverage_at_8' is not measured"),
         ({"rivals": ["MaxRl"]}, "rivals: unknown rival 'MaxRl'; did you mean 'MaxRL'?"),
         ({"seeds": {"second": [7]}}, "seeds: unknown stage 'second'; did you mean 'seconds'?"),
         (
-            {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_16", "pass_at_64"]}},
+            comparison(metrics=[*METRICS, "pass_at_64"]),
             "they need 64 samples per problem, but a results file can hold the successes of at most 35",
         ),
     ],
@@ -318,7 +309,7 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]], regime)
     rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]], regime)
     rows = [row | {"trained_tokens": 0.0} if row["arm"] == "G2RL" else row for row in rows]  # no group had contrast
-    results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
+    results.write_results(regime.path, rows, METRICS)
     again = results.to_runs(results.read_results(regime.path), "verdict")[0].points[1]
     assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
     report.report([regime], Path("results"))
@@ -377,9 +368,9 @@ def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):
     "change",
     [
         {"learning_rates": [1e-4, 1e-2]},
-        {"comparison": {**REGIME["comparison"], "num_eval": 5}},
+        comparison(num_eval=5),
         {"seeds": {**REGIME["seeds"], "verdict": [0, 2]}},
-        {"arms": [*ARMS[:2], {**ARMS[2], "options": {"min_correct": 1}}, ARMS[3]]},
+        {"arms": [*third_arm(options={"min_correct": 1})["arms"], ARMS[3]]},
     ],
 )
 def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, change, capsys, plan):
@@ -392,7 +383,7 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
     only_g2rl, one_seed = "arms" in change, "seeds" in change
     assert {arm for arm, _ in left_out} == ({"G2RL"} if only_g2rl else {arm["name"] for arm in ARMS})
     assert {seed for _, seed in left_out} == ({1} if one_seed else {0, 1})
-    results.write_results(changed.path, rows, ["greedy_accuracy", "pass_at_16"])
+    results.write_results(changed.path, rows, METRICS)
     if only_g2rl:
         report.report([changed], Path("results"))
         assert "2 runs do not match the regime's file and are left out: G2RL\n" in capsys.readouterr().out
@@ -413,13 +404,9 @@ def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
     assert "Against its controls at equal generated tokens: neither clearly in small, G2RL, shuffled +" in text
     assert "clearly behind" not in text and "At equal CPU seconds: clearly ahead" in text
 
-
-def test_of_two_seeds_nothing_is_called_clear(regimes, modules):
-    regime, effects = load(regimes), modules.effects
-    rows = made(modules.results, "verdict", regime.arms, [[0.1, 0.1], [0.1, 0.1], [1.0, 1.0], [0.1, 1.0]])
-    rows += made(modules.results, "admission", regime.arms[:2], [[0.1, 0.1], [1.0, 1.0]])
-    found = effects.Results(regime, rows)
-    text = "\n".join(modules.report.verdicts([found]))
+    # Of two seeds nothing is called clear.
+    found = modules.effects.Results(regime, [row for row in rows if row["seed"] < 2])
+    text = "\n".join(report.verdicts([found]))
     assert "clearly ahead" not in text and "(two seeds)" in text and "±" not in text
     effect = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens")
     assert effect.seeds == 2 and not effect.has_interval
@@ -493,7 +480,7 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     assert regime.path.read_text() == first and not list(Path("out").rglob("checkpoint-*"))
 
     # Another knob of one arm, in the same folder: only that arm is trained again.
-    changed = load(regimes, arms=[*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [0.25, 2.0]}}])
+    changed = load(regimes, **third_arm(knob={"novelty_weight": [0.25, 2.0]}))
     regimes.train(changed, Path("out"), anyway=True)
     rows = list(csv.DictReader(open(regime.path)))
     tried = {row["arm"] for row in rows if row["stage"] == "method knob"}
@@ -505,7 +492,7 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     assert {name.split("-")[0] for place, name in trained if place.startswith("seconds")} == {"g2rl", "grpo", "4x"}
 
     # Another budget: nothing of what was there can stand beside it.
-    longer = load(regimes, arms=ARMS[:2], comparison={**REGIME["comparison"], "budget": {"tokens": 64}})
+    longer = load(regimes, arms=ARMS[:2], **comparison(budget={"tokens": 64}))
     regimes.train(longer, Path("out"), anyway=True)
     rows = list(csv.DictReader(open(regime.path)))
     ends = [float(row["tokens"]) for row in rows if row["stage"] == "verdict" and int(row["step"]) > 0]

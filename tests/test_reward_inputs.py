@@ -1,7 +1,6 @@
 """What reward functions and environments are given: every row's own prompt, columns and messages, as in TRL."""
 
 import copy
-import inspect
 import threading
 
 import pandas
@@ -12,11 +11,13 @@ from test_branpo import Voice
 from trl.chat_template_utils import parse_response
 from world import (
     CHAT_TEMPLATE,
+    assert_same,
     contains_answer,
     make_agent,
     make_dataset,
     make_tokenizer,
     make_trainer,
+    parameters,
     says,
     tiny_methods,
 )
@@ -24,7 +25,6 @@ from world import (
 from trl_explore.evaluation.evaluate import Sampling, evaluate
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.logged import LoggedColumns
-from trl_explore.rows.scorer import Scorer
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
     AgentTreeGRPOTrainer,
@@ -34,8 +34,6 @@ from trl_explore.trainers import (
     DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
-    SESAConfig,
-    SESATrainer,
 )
 
 METHODS = tiny_methods()
@@ -48,6 +46,14 @@ AGENTS = {
 AGENT = dict(
     per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_tool_calling_iterations=4
 )
+
+
+def train(name, folder, **options):
+    """A tiny run of a method."""
+    trainer_class, config_class, own = METHODS[name]
+    trainer = make_trainer(trainer_class, config_class, folder, **{**own, **options})
+    trainer.train()
+    return trainer
 
 
 # ------------------------------------------------------------------------------------------ the prompt of a judged row
@@ -94,34 +100,23 @@ class Noting:
         return wrong
 
 
-def thinking_run(trainer_class, config_class, folder, **options):
+def assert_completions_are_parsed_with_their_prompts(name, folder, **options):
     reward, tokenizer = Noting(), thinking_tokenizer()
-    options = {"max_steps": 1, "reward_funcs": reward, "processing_class": tokenizer, **options}
-    trainer = make_trainer(trainer_class, config_class, folder, conversational=True, **options)
-    trainer.train()
+    options = dict(options, max_steps=1, reward_funcs=reward, processing_class=tokenizer)
+    train(name, folder, conversational=True, **options)
     assert any(completion[-1].get("reasoning_content") for _, completion, _ in reward.seen)
-    return trainer, reward, tokenizer
+    assert len(reward.seen) >= 8 and not reward.wrong_messages(tokenizer)
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "tree_rl", "attn_rl", "branpo", "agent_tree_grpo", "deep_grpo", "sesa"])
 def test_every_completion_is_parsed_with_its_own_prompt(tmp_path, name):
-    trainer_class, config_class, options = METHODS[name]
-    _, reward, tokenizer = thinking_run(trainer_class, config_class, tmp_path, **options)
-    assert len(reward.seen) >= 8 and not reward.wrong_messages(tokenizer)
+    assert_completions_are_parsed_with_their_prompts(name, tmp_path)
 
 
 @pytest.mark.parametrize("into", ["replace", "add"])
 def test_completions_that_decide_what_is_explored_are_parsed_with_their_prompt(tmp_path, into):
-    need = dict(explore_prompts="unsolved", explore_into=into, max_sketch_length=4)
-    _, reward, tokenizer = thinking_run(SESATrainer, SESAConfig, tmp_path, **need)
-    assert len(reward.seen) >= 8 and not reward.wrong_messages(tokenizer)
-
-
-def test_a_judge_without_prompts_is_a_type_error():
-    parameter = inspect.signature(Scorer.judge).parameters["prompt_ids"]
-    assert parameter.default is inspect.Parameter.empty
-    with pytest.raises(TypeError, match="prompt_ids"):
-        Scorer(None).judge([{"prompt": "p"}], [[6]])
+    options = dict(explore_prompts="unsolved", explore_into=into)
+    assert_completions_are_parsed_with_their_prompts("sesa", tmp_path, **options)
 
 
 def test_evaluation_parses_completions_with_their_prompt(tmp_path):
@@ -162,26 +157,24 @@ def listed():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_row_owns_its_list_columns(tmp_path, name):
-    trainer_class, config_class, options = METHODS[name]
     reward = CrossedOff()
-    options = {"max_steps": 2, "reward_funcs": reward, "train_dataset": listed(), **options}
-    make_trainer(trainer_class, config_class, tmp_path, **options).train()
+    train(name, tmp_path, max_steps=2, reward_funcs=reward, train_dataset=listed())
     assert reward.rows >= 16 and reward.used == 0
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        dict(dynamic_sampling="refill", max_sampling_rounds=4),
-        dict(dynamic_sampling="refill", max_sampling_rounds=4, explore_threshold=0.9),
-        dict(explore_prompts="unsolved", max_sketch_length=4),
-        dict(explore_prompts="unsolved", explore_into="add", max_sketch_length=4),
+        ("sesa", dict(dynamic_sampling="refill", max_sampling_rounds=4)),
+        ("sesa", dict(dynamic_sampling="refill", max_sampling_rounds=4, explore_threshold=0.9)),
+        ("sesa", dict(explore_prompts="unsolved")),
+        ("sesa", dict(explore_prompts="unsolved", explore_into="add")),
+        ("deep_grpo", dict(deferred_branching=True)),
     ],
 )
-def test_each_row_of_further_rounds_owns_its_list_columns(tmp_path, options):
+def test_each_row_of_further_rounds_and_later_batches_owns_its_list_columns(tmp_path, name, options):
     reward = CrossedOff()
-    options = {"max_steps": 3, "reward_funcs": reward, "train_dataset": listed(), "max_sketch_length": 4, **options}
-    make_trainer(SESATrainer, SESAConfig, tmp_path, **options).train()
+    train(name, tmp_path, max_steps=3, reward_funcs=reward, train_dataset=listed(), **options)
     assert reward.rows >= 24 and reward.used == 0
 
 
@@ -195,20 +188,6 @@ def test_rows_that_fill_up_a_round_own_their_list_columns(tmp_path):
     assert reward.rows > 16 and reward.used == 0
 
 
-def test_branches_of_a_later_batch_own_their_list_columns(tmp_path):
-    trainer_class, config_class, options = METHODS["deep_grpo"]
-    reward = CrossedOff()
-    options = {
-        "max_steps": 3,
-        "reward_funcs": reward,
-        "train_dataset": listed(),
-        "deferred_branching": True,
-        **options,
-    }
-    make_trainer(trainer_class, config_class, tmp_path, **options).train()
-    assert reward.rows >= 24 and reward.used == 0
-
-
 def test_prompts_of_branches_are_those_of_the_data(tmp_path):
     seen = []
 
@@ -219,9 +198,7 @@ def test_prompts_of_branches_are_those_of_the_data(tmp_path):
         return [float("a" in completion[0]["content"]) for completion in completions]
 
     for name in ("tree_rl", "tree_grpo", "deep_grpo"):
-        trainer_class, config_class, options = METHODS[name]
-        options = {"max_steps": 1, "reward_funcs": rewrites, "conversational": True, **options}
-        make_trainer(trainer_class, config_class, tmp_path / name, **options).train()
+        train(name, tmp_path / name, max_steps=1, reward_funcs=rewrites, conversational=True)
     assert len(seen) > 24 and set(seen) == {1}
 
 
@@ -231,35 +208,10 @@ def test_branches_continue_the_sampled_tokens_whatever_a_reward_function_does_to
             ids[:] = ids[:1]
         return contains_answer(completions, **columns)
 
-    def reads(completions, **columns):
-        return contains_answer(completions, **columns)
-
     for name in ("tree_rl", "deep_grpo", "g2rl", "branpo"):
-        trainer_class, config_class, options = METHODS[name]
-        results = []
-        for reward in (cuts, reads):
-            options = {**options, "max_steps": 2, "reward_funcs": reward}
-            trainer = make_trainer(trainer_class, config_class, tmp_path / name, **options)
-            trainer.train()
-            results.append([p.detach().clone() for p in trainer.model.parameters()])
-        assert all(torch.equal(first, second) for first, second in zip(*results, strict=True)), name
-
-
-def test_a_copy_shares_images_and_what_cannot_be_copied():
-    image_module = pytest.importorskip("PIL.Image")
-    image = image_module.new("L", (2, 2))
-
-    class Stubborn:
-        def __deepcopy__(self, memo):
-            raise TypeError("no copies")
-
-    stubborn = Stubborn()
-    row = {"images": [image], "video": stubborn, "board": torch.zeros(2), "left": [["a"], {"b": ["c"]}]}
-    copied = own_copy(row)
-    assert copied["images"] is not row["images"] and copied["images"][0] is image and copied["video"] is stubborn
-    copied["board"][0] = 1.0
-    copied["left"][1]["b"].clear()
-    assert row["board"].tolist() == [0.0, 0.0] and row["left"] == [["a"], {"b": ["c"]}]
+        first = train(name, tmp_path / name, max_steps=1, reward_funcs=cuts)
+        second = train(name, tmp_path / name, max_steps=1, reward_funcs=contains_answer)
+        assert_same(parameters(first), parameters(second))
 
 
 # ---------------------------------------------------------------------------------------- environments and messages
@@ -370,38 +322,21 @@ def test_branches_continue_the_messages_that_were_said(tmp_path, monkeypatch, na
 # ------------------------------------------------------------------------------------- columns that functions log
 
 
-def test_a_column_of_two_functions_holds_the_values_of_the_last():
-    logged = LoggedColumns([True, True])
-    logged.log_of(0)("note", ["a", "b"])
-    logged.log_of(1)("note", ["c", "d"])
-    assert logged.columns() == ({"note": ["c", "d"]}, {})
-
-
-def test_a_column_may_be_logged_in_parts():
-    logged = LoggedColumns([True, True])
-    logged.log_of(0)("note", ["a"])
-    logged.log_of(0)("note", ["b"])
-    assert logged.columns() == ({"note": ["a", "b"]}, {})
-
-
-def test_two_functions_may_log_a_part_of_the_rows_each():
-    logged = LoggedColumns([True, True, True])
-    logged.log_of(0)("note", ["a"])
-    logged.log_of(1)("note", ["b", "c"])
-    assert logged.columns() == ({"note": ["a", "b", "c"]}, {})
-
-
-def test_a_column_without_a_value_per_row_is_empty():
-    logged = LoggedColumns([True, True])
-    logged.log_of(0)("note", ["a"])
-    assert logged.columns() == ({"note": [None, None]}, {"note": 1})
-
-
-def test_a_whole_column_outweighs_the_part_of_another_function():
-    logged = LoggedColumns([True, True])
-    logged.log_of(0)("note", ["a", "b"])
-    logged.log_of(1)("note", ["c"])
-    assert logged.columns() == ({"note": ["a", "b"]}, {})
+@pytest.mark.parametrize(
+    ("number", "calls", "column", "unplaced"),
+    [
+        (2, [(0, "ab"), (1, "cd")], ["c", "d"], {}),  # of two functions, the last one counts
+        (2, [(0, "a"), (0, "b")], ["a", "b"], {}),  # a function may log in parts
+        (3, [(0, "a"), (1, "bc")], ["a", "b", "c"], {}),  # and two functions a part of the rows each
+        (2, [(0, "ab"), (1, "c")], ["a", "b"], {}),  # a whole column outweighs a part
+        (2, [(0, "a")], [None, None], {"note": 1}),  # without a value per row
+    ],
+)
+def test_what_functions_log_is_one_value_per_row(number, calls, column, unplaced):
+    logged = LoggedColumns([True] * number)
+    for function, values in calls:
+        logged.log_of(function)("note", [*values])
+    assert logged.columns() == ({"note": column}, unplaced)
 
 
 def test_rows_that_are_not_asked_about_keep_what_was_logged_before():
@@ -435,21 +370,17 @@ def written_tables(folder):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_functions_may_log_one_column_and_every_branch_has_it(tmp_path, name):
-    trainer_class, config_class, options = METHODS[name]
-    options = {"max_steps": 2, "reward_funcs": [first_notes, last_notes], "log_completions": True, **options}
-    make_trainer(trainer_class, config_class, tmp_path, **options).train()
+    train(name, tmp_path, max_steps=2, reward_funcs=[first_notes, last_notes], log_completions=True)
     for rows in written_tables(tmp_path):
         assert list(rows["note"]) == ["last " + text for text in rows["completion"]]
 
 
 @pytest.mark.parametrize("name", ["tree_grpo", "tree_rl", "attn_rl", "branpo", "agent_tree_grpo", "deep_grpo", "g2rl"])
 def test_a_function_may_log_some_rows_only(tmp_path, name):
-    trainer_class, config_class, options = METHODS[name]
-    options = {"max_steps": 2, "reward_funcs": [first_notes, some_notes], **options}
-    make_trainer(trainer_class, config_class, tmp_path, **options).train()
-    trainer = make_trainer(trainer_class, config_class, tmp_path, log_completions=True, **options)
+    options = dict(max_steps=2, reward_funcs=[first_notes, some_notes])
+    train(name, tmp_path, **options)
     with pytest.warns(UserWarning, match=r"`log_extra\('few', ...\)` was given"):
-        trainer.train()
+        train(name, tmp_path, log_completions=True, **options)
     for rows in written_tables(tmp_path):
         assert list(rows["note"]) == ["first " + text for text in rows["completion"]] and rows["few"].isna().all()
 
@@ -464,8 +395,7 @@ def test_a_function_may_log_some_rows_only(tmp_path, name):
     ],
 )
 def test_rounds_and_explored_rows_keep_logged_columns(tmp_path, options):
-    options = {"max_steps": 3, "reward_funcs": [first_notes, last_notes], "log_completions": True, **options}
-    make_trainer(SESATrainer, SESAConfig, tmp_path, max_sketch_length=4, **options).train()
+    train("sesa", tmp_path, max_steps=3, reward_funcs=[first_notes, last_notes], log_completions=True, **options)
     for rows in written_tables(tmp_path):
         assert list(rows["note"]) == ["last " + text for text in rows["completion"]]
 
@@ -497,7 +427,7 @@ def test_columns_of_branches_of_agents_reach_the_table(tmp_path, monkeypatch):
 
     for name in AGENTS:
         folder = tmp_path / name
-        deck_agent(name, folder, monkeypatch, reward_funcs=[hands], log_completions=True).train()
+        deck_agent(name, folder, monkeypatch, reward_funcs=[hands], log_completions=True, max_steps=1).train()
         for rows in written_tables(folder):
             drawn = [
                 "".join(message["content"] for message in completion if message["role"] == "tool")
@@ -508,15 +438,20 @@ def test_columns_of_branches_of_agents_reach_the_table(tmp_path, monkeypatch):
             )
 
 
-def test_a_value_that_cannot_be_copied_is_shared_with_one_warning():
+def test_a_copy_shares_images_and_with_one_warning_what_cannot_be_copied():
     class Locked:
         def __init__(self):
             self.lock = threading.Lock()
 
-    row = {"grader": Locked(), "pair": (["a"], 1)}
+    image = pytest.importorskip("PIL.Image").new("L", (2, 2))
+    row = {"images": [image], "grader": Locked(), "board": torch.zeros(2), "left": [["a"], {"b": ["c"]}]}
+    row["pair"] = (["a"], 1)
     with pytest.warns(UserWarning, match="a value of type Locked that cannot be copied") as seen:
         copied = own_copy(row)
         own_copy(row)
     assert len(seen) == 1 and copied["grader"] is row["grader"]
+    assert copied["images"] is not row["images"] and copied["images"][0] is image
+    copied["board"][0] = 1.0
+    copied["left"][1]["b"].clear()
     copied["pair"][0].append("b")
-    assert row["pair"] == (["a"], 1)
+    assert row["board"].tolist() == [0.0, 0.0] and row["left"] == [["a"], {"b": ["c"]}] and row["pair"] == (["a"], 1)

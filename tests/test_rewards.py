@@ -24,18 +24,28 @@ from trl_explore.rewards.answers import (
 )
 
 
-def test_the_last_mark_holds_the_answer():
-    assert extract_answer(r"\boxed{1} then #### 2") == "2"
-    assert extract_answer("#### 2\nno: \\boxed{1}") == "1"
-    assert extract_answer(r"\boxed{\frac{1}{2}} and no more") == r"\frac{1}{2}"
-    assert extract_answer("####   42 \nbye") == "42"
-    assert extract_answer(r"#### \boxed{42}") == "42"
-
-
-def test_unclosed_boxes_and_empty_hashes_are_no_marks():
-    assert extract_answer(r"\boxed{\frac{1}{2}") is None
-    assert extract_answer("####\n42") is None
-    assert extract_answer(r"\boxed{7} hence \boxed{1") == "7"
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1} then #### 2", "2"),
+        ("#### 2\nno: \\boxed{1}", "1"),
+        (r"\boxed{\frac{1}{2}} and no more", r"\frac{1}{2}"),
+        ("####   42 \nbye", "42"),
+        (r"#### \boxed{42}", "42"),
+        # Boxes that are not closed and hashes with nothing behind them are no marks.
+        (r"\boxed{\frac{1}{2}", None),
+        ("####\n42", None),
+        (r"\boxed{7} hence \boxed{1", "7"),
+        # Lines that are no headings.
+        ("#### 42 apples\nbye", "42 apples"),
+        ("#### x = 42\nbye", "x = 42"),
+        ("#### sqrt(2)\nbye", "sqrt(2)"),
+        ("so #### Paris\nbye", "Paris"),
+        ("#### Step 1\nthink\n#### Paris\n", "Paris"),
+    ],
+)
+def test_the_last_mark_holds_the_answer(text, answer):
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -47,15 +57,6 @@ def test_a_heading_is_no_answer(heading):
     assert accuracy_reward([f"{heading}\n2 + 5 = 7\n#### Conclude\nThe total is 7."], answer=["7"]) == [1.0]
     assert answer_key(f"It is $\\boxed{{7}}$.\n\n{heading}\n7 - 5 = 2") == 7
     assert multiple_choice_reward([f"{heading}\nIt is warm.\nThe answer is (B)."], answer=["B"]) == [1.0]
-
-
-def test_a_line_that_is_no_heading_stays_an_answer():
-    assert extract_answer("#### 42 apples\nbye") == "42 apples"
-    assert extract_answer("#### x = 42\nbye") == "x = 42"
-    assert extract_answer("#### sqrt(2)\nbye") == "sqrt(2)"
-    assert extract_answer("so #### Paris\nbye") == "Paris"
-    assert extract_answer("#### Step 1\nthink\n#### Paris\n") == "Paris"
-    assert format_reward(["#### Rome\n#### Paris", "#### Step 1\nthink", "\\boxed{7}\n#### Check\n7"]) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -171,30 +172,21 @@ def test_a_formula_without_a_box_is_not_one_of_its_numbers(gold, right, wrong):
 
 
 @pytest.mark.parametrize(
-    "text, number",
+    ("number", "texts"),
     [
-        *[(text, "1250") for text in ("x = 1,250", "1,000 + 250 = 1,250", "5 * 250 = 1,250", "T = 1,250 km")],
-        *[(text, "1250") for text in ("1,250 N", "1,250 GB")],
-        *[
-            (text, "42")
-            for text in ("42 GB", "Rs 42", "It's 42", "42 a day", "42 N", "6 * 7 is 42", "42x", "42!", "x: 42")
-        ],
-        *[
-            (text, "42")
-            for text in ("12 + 30 = 42", "6*7=42", r"6 \times 7 = 42", "f(2) = 42", r"42 \pmod{50}", "42 m / s")
-        ],
-        *[
-            (text, "5")
-            for text in ("5L", "5km/h", "5mL", "5 Hz", "5 ft-lb", "5 (cm)", "5 (m)", "5k", "5m^2", "5 p.m.", "5~m")
-        ],
-        (r"5.5\%", "5.5"),
-        ("2.5L", "2.5"),
-        ("5/6 of the cake", "5/6"),
+        ("1250", ["x = 1,250", "1,000 + 250 = 1,250", "5 * 250 = 1,250", "T = 1,250 km", "1,250 N", "1,250 GB"]),
+        ("42", ["42 GB", "Rs 42", "It's 42", "42 a day", "42 N", "6 * 7 is 42", "42x", "42!", "x: 42"]),
+        ("42", ["12 + 30 = 42", "6*7=42", r"6 \times 7 = 42", "f(2) = 42", r"42 \pmod{50}", "42 m / s"]),
+        ("5", ["5L", "5km/h", "5mL", "5 Hz", "5 ft-lb", "5 (cm)", "5 (m)", "5k", "5m^2", "5 p.m.", "5~m"]),
+        ("5.5", [r"5.5\%"]),
+        ("2.5", ["2.5L"]),
+        ("5/6", ["5/6 of the cake"]),
     ],
 )
-def test_a_number_with_a_unit_or_after_an_equals_sign_is_the_answer(text, number):
-    assert answers_match(f"#### {text}", number) is True
-    assert answers_match(rf"\boxed{{{number}}}", text) is True
+def test_a_number_with_a_unit_or_after_an_equals_sign_is_the_answer(number, texts):
+    for text in texts:
+        assert answers_match(f"#### {text}", number) is True, text
+        assert answers_match(rf"\boxed{{{number}}}", text) is True, text
 
 
 def test_signs_words_and_units_around_a_number_do_not_change_it():
@@ -307,6 +299,9 @@ def test_equal_answers_vote_for_the_same_key():
         (r"\boxed{41} or \boxed{42}", 0.0),
         ("#### 41\n#### 42", 0.0),
         ("#### 42\nmore", 0.0),
+        ("#### Rome\n#### Paris", 0.0),
+        ("#### Step 1\nthink", 0.0),
+        ("\\boxed{7}\n#### Check\n7", 0.0),
         (r"\boxed{}", 0.0),
         (r"\boxed{42", 0.0),
         ("", 0.0),

@@ -1,10 +1,10 @@
-"""Rows and the scripted sampler."""
+"""Rows, and numbers per request."""
 
 import math
 
 import pytest
 
-from trl_explore.rows.rollouts import Continuation, Rows, per_request
+from trl_explore.rows.rollouts import Rows, per_request
 
 
 def make_rows(**changes):
@@ -41,33 +41,3 @@ def test_a_number_per_call_or_per_request():
         per_request([1], 2, name="n")
     with pytest.raises(ValueError, match="at least 1"):
         per_request([1, 0], 2, name="n")
-
-
-class ScriptedSampler:
-    """Replays written continuations: for each prefix, the suffixes to hand out in order, and no more."""
-
-    def __init__(self, script, eos_token_id=0):
-        self.script = {prefix: list(suffixes) for prefix, suffixes in script.items()}
-        self.eos_token_id = eos_token_id
-
-    def __call__(self, prefixes, num_samples, max_new_tokens):
-        counts = per_request(num_samples, len(prefixes), name="num_samples")
-        budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
-        groups = []
-        for prefix, count, budget in zip(prefixes, counts, budgets, strict=True):
-            queue = self.script.get(tuple(prefix), [])
-            if len(queue) < count:
-                raise ValueError(f"the script holds {len(queue)} suffixes for prefix {prefix}, {count} were asked for")
-            suffixes = [queue.pop(0)[:budget] for _ in range(count)]
-            groups.append([Continuation(ids, finished=ids[-1] == self.eos_token_id) for ids in suffixes])
-        return groups
-
-
-def test_the_scripted_sampler_hands_out_its_script_once_and_cuts_to_the_budget():
-    sampler = ScriptedSampler({(1,): [[2, 3, 0], [4, 0], [5, 5]], (2,): [[6, 0]]})
-    groups = sampler([[1], [2]], [2, 1], [2, 5])
-    assert [[c.token_ids for c in group] for group in groups] == [[[2, 3], [4, 0]], [[6, 0]]]
-    assert [[c.finished for c in group] for group in groups] == [[False, True], [True]]
-    assert sampler([[1]], 1, 9)[0][0].token_ids == [5, 5]
-    with pytest.raises(ValueError, match="holds 0 suffixes"):
-        sampler([[1]], 1, 9)

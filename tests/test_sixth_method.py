@@ -115,7 +115,7 @@ def test_the_shell_completes_it(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], pytest.param(["--processes", "1"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("flags", [[], ["--processes", "1"]], ids=str)
 def test_a_comparison_trains_it_beside_the_others(workdir, capsys, flags):
     document = dict(SUBJECT, budget={"steps": 2}, metrics=["reward"], evaluations=1, num_eval=4, common=COMMON)
     document["arms"] = [{"method": "grpo"}, {"method": "halved", "options": {"max_full_length": 1}}]

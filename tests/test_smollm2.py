@@ -224,7 +224,7 @@ def test_weights_are_those_of_the_package_rounded_to_bfloat16(folder, tokenizer,
         rounded = model(row).logits
         del model
         found = load(folder).eval()(row).logits
-    assert torch.equal(found, rounded)
+    assert torch.equal(found, rounded) and AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert torch.equal(found[0, -1].argmax(), exact[0, -1].argmax())
     torch.testing.assert_close(found, exact, rtol=0, atol=1.0)  # of logits between -15 and 30
     divergence = torch.nn.functional.kl_div(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.saving.model_cache import cache_root, publish
 from trl_explore.tasks import TASKS, get_task
@@ -46,10 +45,6 @@ def assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def test_solution_written_out_by_hand():
-    assert CHAIN.solve(PROBLEM) == SOLUTION
-
-
 @pytest.mark.parametrize("task", ALL_TASKS, ids=lambda task: task.name)
 def test_solution_agrees_with_independent_arithmetic(task):
     for problem in problems(task, 200):
@@ -62,6 +57,7 @@ def test_solution_agrees_with_independent_arithmetic(task):
 
 
 def test_outcome_verifier_looks_only_behind_the_first_hash():
+    assert CHAIN.solve(PROBLEM) == SOLUTION  # written out by hand
     assert CHAIN.verify(PROBLEM, "nonsense#8")
     assert not CHAIN.verify(PROBLEM, "nonsense#1#8")
     assert not CHAIN.verify(PROBLEM, "#88")
@@ -156,11 +152,6 @@ def test_evaluation_set_is_disjoint_even_where_problems_are_few():
     assert held_out.isdisjoint(training) and held_out.isdisjoint(shown)
 
 
-def test_asking_for_more_problems_than_exist_is_an_error():
-    with pytest.raises(ValueError, match="`num_examples` is 300"):
-        dataclasses.replace(CHAIN, step_ops=("+",)).evaluation_set(300)
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -175,34 +166,27 @@ def test_bad_knobs_are_named(knobs, message):
         dataclasses.replace(CHAIN, **knobs)
 
 
+def test_bad_numbers_of_problems_and_steps_are_named(tmp_path):
+    with pytest.raises(ValueError, match="`num_examples` is 300"):
+        dataclasses.replace(CHAIN, step_ops=("+",)).evaluation_set(300)
+    with pytest.raises(ValueError, match="`steps` is 0"):
+        warm_start(CHAIN, seed=0, steps=0, cache_dir=tmp_path)
+
+
 def test_get_task_names_the_nearest_task():
-    assert get_task("late3") is LATE3 and list(TASKS) == [
-        *("chain", "chaind", "late1", "late3", "doors", "deep_doors"),
-    ]
+    assert get_task("late3") is LATE3
+    assert list(TASKS) == ["chain", "chaind", "late1", "late3", "doors", "deep_doors"]
     with pytest.raises(ValueError, match="Did you mean 'chaind'"):
         get_task("chaimd")
     with pytest.raises(ValueError, match="Choose one of: chain, chaind, late1, late3"):
         get_task("zzz")
 
 
-def test_tokenizer_round_trip_is_exact():
-    tokenizer = build_tokenizer()
-    text = f"<u>{CHARACTERS}  a  <a>{CHARACTERS[::-1]}<eos>"
-    ids = tokenizer(text).input_ids
-    assert len(ids) == 2 * len(CHARACTERS) + 8 and tokenizer.decode(ids) == text
-    assert len(tokenizer) == 61
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
-    # A verifier must see a role mark inside a completion.
-    assert tokenizer.decode(tokenizer("1<a>2<eos>").input_ids, skip_special_tokens=True) == "1<a>2"
-
-
 def test_chat_template_renders_prompt_and_completion():
     tokenizer = build_tokenizer()
-    prompt = tokenizer.apply_chat_template(
-        [user("1a+2")], add_generation_prompt=True, tokenize=True, return_dict=True
-    ).input_ids
+    prompt = tokenizer.apply_chat_template(user("1a+2"), add_generation_prompt=True, tokenize=False)
     whole = tokenizer.apply_chat_template(user("1a+2") + assistant("a1+2=3;#3"), tokenize=False)
-    assert tokenizer.batch_decode(prompt) == ["<u>1a+2<a>"]
+    assert prompt == "<u>1a+2<a>"
     assert whole == "<u>1a+2<a>a1+2=3;#3<eos>"
 
 
@@ -230,6 +214,7 @@ def test_learning_rate_warms_up_and_decays_to_five_percent():
     assert learning_rate_share(800, 800) == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_loss_falls_within_thirty_steps():
     tokenizer, model = build_tokenizer(), build_model(seed=0)
     pairs = [(problem, CHAIN.solve(problem)) for problem in problems(CHAIN, 32)]
@@ -267,9 +252,13 @@ def test_warm_start_loads_with_the_plain_auto_classes(tmp_path):
     folder = warm_start(CHAIN, seed=0, steps=3, cache_dir=tmp_path, progress=False)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     built = build_tokenizer()
-    text = f"<u>{CHARACTERS} <a>{SOLUTION}<eos>"
-    assert tokenizer(text).input_ids == built(text).input_ids and tokenizer.decode(tokenizer(text).input_ids) == text
+    text = f"<u>{CHARACTERS}  a  <a>{CHARACTERS[::-1]}<eos>"
+    ids = tokenizer(text).input_ids
+    assert ids == built(text).input_ids and len(ids) == 2 * len(CHARACTERS) + 8 and tokenizer.decode(ids) == text
     assert tokenizer.get_vocab() == built.get_vocab() and tokenizer.chat_template == built.chat_template
+    assert len(tokenizer) == 61
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    # A verifier must see a role mark inside a completion.
     assert tokenizer.decode(tokenizer("1<a>2<eos>").input_ids, skip_special_tokens=True) == "1<a>2"
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
     assert model.dtype == torch.float32
@@ -327,32 +316,6 @@ def test_two_processes_at_once_both_end_with_the_same_warm_start(tmp_path):
         folders = [pool.apply_async(warm_start, (CHAIN,), arguments) for _ in range(2)]
         first, second = (folder.get(timeout=120) for folder in folders)
     assert first == second and [path.name for path in tmp_path.iterdir()] == [first.name]
-
-
-def test_bad_number_of_steps_is_named(tmp_path):
-    with pytest.raises(ValueError, match="`steps` is 0"):
-        warm_start(CHAIN, seed=0, steps=0, cache_dir=tmp_path)
-
-
-def test_grpo_trains_on_the_task(tmp_path):
-    folder = warm_start(CHAIN, seed=0, steps=3, cache_dir=tmp_path, progress=False)
-    config = GRPOConfig(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=CHAIN.max_completion_length,
-        max_steps=1,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-    )
-    trainer = GRPOTrainer(
-        model=str(folder), reward_funcs=CHAIN.reward, args=config, train_dataset=CHAIN.build_dataset(16, seed=0)
-    )
-    trainer.train()
-    assert "rewards/accuracy_reward/mean" in trainer.state.log_history[0]
 
 
 @pytest.mark.slow

@@ -83,16 +83,14 @@ def test_plain_grpo_plays_and_is_rewarded_by_the_game(tmp_path, voice):
     assert all(game.num_turns > 0 for game in trainer.environments[:1])
 
 
+ACTIONS = dict(mode="agent", num_actions=2, action_template="{problem}?{actions}", action_separator=";")
 # Options of each method for a game of four moves, and a metric that is above 0 if the method was active.
 AGENTS = {
     "branpo": (dict(), "branch/sampled_tokens"),
     "deep_grpo": (dict(num_branches=2, success_threshold=0.95), "pivots/sampled_tokens"),
     "agent_tree_grpo": (dict(), "branch/sampled_tokens"),
     "gigpo": (dict(), "steps/shared_fraction"),
-    "sesa": (
-        dict(mode="agent", num_actions=2, action_template="{problem}?{actions}", action_separator=";"),
-        "agent/duplicate_actions",
-    ),
+    "sesa": (ACTIONS, "agent/duplicate_actions"),
 }
 
 
@@ -224,7 +222,7 @@ def test_games_leave_the_random_state_of_a_run_alone():
     assert (random.random(), np.random.rand()) == expected
 
 
-@pytest.mark.parametrize("env_id", ["Blackjack-v0", "RushHour-v0", "Sudoku-v0-easy"])
+@pytest.mark.parametrize("env_id", ["Blackjack-v0", "RushHour-v0"])
 def test_a_seed_gives_one_game_whatever_came_before(env_id):
     spec = TextArenaSpec(env_id, size=1, eval_size=1)
     first, second = spec.environment_factory(), spec.environment_factory()
@@ -234,14 +232,11 @@ def test_a_seed_gives_one_game_whatever_came_before(env_id):
     random.seed(8)
     assert first.reset(seed=1) == second.reset(seed=1)
     assert first.reset(seed=2) != second.reset(seed=1)
-
-
-def test_puzzles_that_the_constructor_draws_depend_on_the_seed_too():
-    spec = TextArenaSpec("Countdown-v0", size=1, eval_size=1, numbers=None, target=None)
-    first, second = spec.environment_factory(), spec.environment_factory()
+    # Puzzles that the constructor draws depend on the seed, too.
+    drawn = TextArenaSpec("Countdown-v0", size=1, eval_size=1, numbers=None, target=None)
+    first, second = drawn.environment_factory(), drawn.environment_factory()
     shown = [first.reset(seed=seed) for seed in range(4)]
-    assert len(set(shown)) == 4
-    assert [second.reset(seed=seed) for seed in range(4)] == shown
+    assert len(set(shown)) == 4 and [second.reset(seed=seed) for seed in range(4)] == shown
 
 
 def test_copies_share_what_no_game_changes():
@@ -270,6 +265,9 @@ def test_a_game_shows_its_rules_then_only_what_is_new():
     assert game.done and game.reward == 1
     before = game.snapshot()
     assert game.act("5") == "The game is over." and game.num_turns == before.turns == 2
+    own = TextArenaSpec("TowerOfHanoi-v0", size=1, eval_size=1, rules="From A to C.").environment_factory()
+    shown = own.reset(seed=0)
+    assert shown.startswith("From A to C.\nCurrent Board:") and "You are playing" not in shown
 
 
 def test_two_invalid_moves_in_a_row_end_a_game():
@@ -277,6 +275,11 @@ def test_two_invalid_moves_in_a_row_end_a_game():
     assert game.act("A B").startswith("You moved disk 1 from A to B.")
     assert "invalid move" in game.act("A B") and not game.done
     assert game.act("what?").startswith("Invalid Move") and game.done
+    other = game_of("Cryptarithm-v0")
+    other.act("what?")
+    other.act("what?")
+    # An explanation in the place of a reward counts as nothing.
+    assert other.done and isinstance(other._started.game.state.rewards[0], str) and other.reward == 0
 
 
 def test_turns_are_limited_and_the_game_knows():
@@ -363,13 +366,6 @@ def test_a_solved_game_is_worth_one_within_the_turns_that_it_has(env_id):
         assert game.done and game.reward == 1
 
 
-def test_an_explanation_in_the_place_of_a_reward_counts_as_nothing():
-    game = game_of("Cryptarithm-v0")
-    game.act("what?")
-    game.act("what?")
-    assert game.done and isinstance(game._started.game.state.rewards[0], str) and game.reward == 0
-
-
 def test_brackets_are_added_where_textarena_adds_them():
     assert "invalid" not in game_of(GUESS).act("20")
     assert "invalid" not in game_of(f"{GUESS}-train").act("20")
@@ -402,7 +398,7 @@ def test_a_seed_without_a_puzzle_gives_the_next_ones(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ specs and rows
 
 
-def test_rows_are_plain_and_evaluation_games_are_others():
+def test_rows_are_plain_and_evaluation_games_are_others(monkeypatch):
     spec = load_spec(f"textarena:{GUESS}", {"size": 300, "eval_size": 40, "system_prompt": "Play."}, seed=4)
     assert spec.name == f"textarena:{GUESS}"
     train, held_out = spec.train_dataset, spec.eval_dataset
@@ -413,10 +409,7 @@ def test_rows_are_plain_and_evaluation_games_are_others():
     assert again.train_dataset["seed"] == train["seed"] and again.eval_dataset["seed"] == held_out["seed"]
     assert TextArenaSpec(GUESS, size=300, eval_size=40, seed=5).train_dataset["seed"] != train["seed"]
     json.dumps(train.to_list())
-
-
-def test_evaluation_rows_are_never_training_rows_even_of_one_stream(monkeypatch):
-    """With few possible seeds, training and evaluation rows would share some."""
+    # With few possible seeds, training and evaluation rows would share some.
     monkeypatch.setattr("trl_explore.environments.text_arena.NUM_SEEDS", 100)
     spec = TextArenaSpec(GUESS, size=60, eval_size=40)
     assert sorted([*spec.train_dataset["seed"], *spec.eval_dataset["seed"]]) == list(range(100))
@@ -429,12 +422,7 @@ def test_a_factory_can_be_sent_to_another_process():
     assert played_on(first, "Blackjack-v0", 0, 5) == played_on(second, "Blackjack-v0", 0, 5)
 
 
-def test_own_rules_stand_in_the_place_of_the_games():
-    game = TextArenaSpec("TowerOfHanoi-v0", size=1, eval_size=1, rules="From A to C.").environment_factory()
-    shown = game.reset(seed=0)
-    assert shown.startswith("From A to C.\nCurrent Board:") and "You are playing" not in shown
-
-
+@pytest.mark.slow
 def test_nothing_is_imported_before_a_spec_is_made():
     code = "import sys, trl_explore.environments.text_arena; assert 'textarena' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -473,15 +461,10 @@ def test_a_missing_package_is_named(monkeypatch):
         (GUESS, {"eval_seed": "x"}, "`eval_seed` is 'x'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(env_id, options, message):
+def test_what_cannot_be_used_is_refused_with_the_reason(env_id, options, message, monkeypatch):
+    monkeypatch.setenv("OPENROUTER_API_KEY", "key")  # which does not bring a paid service in
     with pytest.raises(ValueError, match=message):
         TextArenaSpec(env_id, **options)
-
-
-def test_an_api_key_does_not_bring_a_paid_service_in(monkeypatch):
-    monkeypatch.setenv("OPENROUTER_API_KEY", "key")
-    with pytest.raises(ValueError, match="paid service"):
-        TextArenaSpec("TwentyQuestions-v0")
 
 
 @pytest.mark.slow
@@ -497,26 +480,11 @@ def test_every_id_of_the_registry_is_usable_or_refused_in_one_sentence():
     assert len(usable) + sum(map(len, refused.values())) == len(ENV_REGISTRY)
     assert len(usable) >= 159
     for reason in refused:
-        assert (
-            reason.endswith(".")
-            and len(reason) < 200
-            and not re.search(r"\n|site-packages|it cannot be started", reason)
-        )
+        assert reason.endswith(".") and len(reason) < 200
+        assert not re.search(r"\n|site-packages|it cannot be started", reason)
     assert set(list_names()) == {env_id for env_id in usable if not env_id.endswith(("-train", "-raw"))}
-    odd = (
-        "",
-        "x",
-        "[",
-        "[]",
-        "[1 1]",
-        "[0 0 a]",
-        "[1, 2, 3]",
-        "[99999999999999999999]",
-        "[up]",
-        "[A C]",
-        "5",
-        "[\u0669]",
-    )
+    odd = ["", "x", "[", "[]", "[1 1]", "[0 0 a]", "[1, 2, 3]", "[99999999999999999999]", "[up]", "[A C]", "5"]
+    odd.append("[\u0669]")
     for env_id in list_names():
         game = game_of(env_id)
         rng = random.Random(env_id)
@@ -570,9 +538,9 @@ def test_word_games_work_where_their_word_lists_are_there(tmp_path):
 
 
 def test_demonstrations_are_games_as_they_are_played_and_about_half_are_won():
-    spec = TextArenaSpec(GUESS, size=400, eval_size=1, max_number=50, max_turns=6)
+    spec = TextArenaSpec(GUESS, size=200, eval_size=1, max_number=50, max_turns=6)
     won = 0
-    for row, shown in zip(spec.train_dataset, demonstrations(spec, 400, seed=0), strict=True):
+    for row, shown in zip(spec.train_dataset, demonstrations(spec, 200, seed=0), strict=True):
         game = spec.environment_factory()
         assert shown["prompt"] == [{"role": "user", "content": game.reset(**row)}]
         *messages, last = shown["completion"]
@@ -585,12 +553,11 @@ def test_demonstrations_are_games_as_they_are_played_and_about_half_are_won():
         won += game.reward == 1
         (tool,) = json.loads(shown["tools"])
         assert tool["function"]["name"] == "act" and list(tool["function"]["parameters"]["properties"]) == ["action"]
-    assert 0.4 < won / 400 < 0.7
+    assert 0.4 < won / 200 < 0.7
 
 
 def test_other_games_have_no_demonstrations():
     spec = TextArenaSpec("Mastermind-v0", size=1, eval_size=1)
-    with pytest.raises(
-        ValueError, match="'Mastermind-v0', a game that writes no demonstrations: leave `warm_start_steps` out"
-    ):
+    message = "'Mastermind-v0', a game that writes no demonstrations: leave `warm_start_steps` out"
+    with pytest.raises(ValueError, match=message):
         spec.demonstration(spec.train_dataset[0], random.Random(0))

@@ -29,6 +29,7 @@ from trl_explore.tasks.doors import DEEP_DOORS, DOORS
 from trl_explore.tasks.sketched import LIST_MARK, SKETCH_MARK, SOLVE_MARK, distinct
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH
 from trl_explore.tasks.warm_start import warm_start
+from trl_explore.trainers import SESAConfig
 
 FACTS = [VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS]
 TASKS = [PATHS, COUNTDOWN, SUDOKU, *FACTS]
@@ -90,13 +91,7 @@ def assistant(text: str) -> list[dict[str, str]]:
 
 
 @each_task
-def test_each_is_found_by_its_name(task):
-    assert find_task(task.name) is task
-    assert task.reward.__name__ == "accuracy_reward"
-
-
-@each_task
-def test_datasets_are_deterministic(task):
+def test_data_sets_and_demonstrations_are_deterministic(task):
     first, again, other = (task.build_dataset(40, seed=seed) for seed in (3, 3, 4))
     assert first.to_dict() == again.to_dict() and len(first) == 40
     assert task.evaluation_set(20).to_dict() == task.evaluation_set(20, seed=0).to_dict()
@@ -104,9 +99,6 @@ def test_datasets_are_deterministic(task):
         assert first["problem"][:] != other["problem"][:]
     assert [prompt[0]["content"] for prompt in first["prompt"]] == first["problem"][:]
 
-
-@each_task
-def test_demonstrations_are_deterministic(task):
     def draws(seed):
         rng = random.Random(seed)
         return [task.demonstration(task.sample_problem(rng), rng) for _ in range(30)]
@@ -116,25 +108,19 @@ def test_demonstrations_are_deterministic(task):
 
 @each_with_many_problems
 def test_held_out_problems_are_in_no_training_set_and_no_demonstration(task):
-    training = set(task.build_dataset(4000, seed=0)["problem"])
+    training = set(task.build_dataset(1500, seed=0)["problem"])
     held_out = {problem for seed in range(2) for problem in task.evaluation_set(200, seed=seed)["problem"]}
     rng = random.Random(0)
-    shown = {re.split(r"[?|!]", task.sample_problem(rng))[0] for _ in range(3000)}
-    assert len(training) == 4000 and len(held_out) > 200
+    shown = {re.split(r"[?|!]", task.sample_problem(rng))[0] for _ in range(1500)}
+    assert len(training) == 1500 and len(held_out) > 200
     assert held_out.isdisjoint(training) and held_out.isdisjoint(shown)
-
-
-def test_asking_for_more_problems_than_exist_is_an_error():
-    few = dataclasses.replace(COUNTDOWN, num_numbers=2, max_number=3, min_target=1)
-    with pytest.raises(ValueError, match="`num_examples` is 50"):
-        few.build_dataset(50, seed=0)
 
 
 @each_task
 def test_demonstrations_of_all_formats_stay_within_alphabet_context_and_budgets(task):
     everything, rng = dataclasses.replace(task, format_weights=ALL_FORMATS), random.Random(0)
     seen = Counter()
-    for _ in range(1500):
+    for _ in range(800):
         prompt = everything.sample_problem(rng)
         answer = everything.demonstration(prompt, rng)
         assert set(prompt + answer) <= set(CHARACTERS) and answer
@@ -148,11 +134,11 @@ def test_demonstrations_of_all_formats_stay_within_alphabet_context_and_budgets(
             assert len(answer) < task.max_completion_length
         # Role marks and the end of the sequence are one token each.
         assert len(prompt) + len(answer) + 3 <= MAX_LENGTH
-    assert len(seen) == 4 and min(seen.values()) > 250
+    assert len(seen) == 4 and min(seen.values()) > 130
 
 
 @each_task
-def test_templates_have_their_slots_and_make_the_prompts_that_demonstrations_answer(task):
+def test_templates_have_their_slots_and_make_the_prompts_that_demonstrations_answer(task, tmp_path):
     options, rng, problem = task.sesa_options, random.Random(0), task.draw(random.Random(1))
     for name, slots in {
         "sketch_template": ["{problem}"],
@@ -175,22 +161,14 @@ def test_templates_have_their_slots_and_make_the_prompts_that_demonstrations_ans
     answer = task.demonstration(fill_template(options["candidate_template"], {"problem": problem}), rng)
     candidates = [text for _, text in split_candidates(answer, separator=options["candidate_separator"])]
     assert len(candidates) == len(set(candidates)) <= task.num_candidates or task is VAULT  # whose answers have `;`
-    assert options["mode"] in ("two_stage", "sequential")
+    assert SESAConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options).mode == task.mode
 
 
 @each_task
-def test_sesa_accepts_the_options(task, tmp_path):
-    from trl_explore import SESAConfig
-
-    config = SESAConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **task.sesa_options)
-    assert config.mode == task.mode
-
-
-@each_task
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_completions_are_wrong_and_harmless(task, text):
+def test_hostile_completions_are_wrong_and_harmless(task):
     problem = EXAMPLES[task.name][0]
-    assert task.reward([text, assistant(text)], problem=[problem] * 2, prompts=None) == [0.0, 0.0]
+    for text in HOSTILE:
+        assert task.reward([text, assistant(text)], problem=[problem] * 2, prompts=None) == [0.0, 0.0], text[:99]
 
 
 @each_task
@@ -212,6 +190,7 @@ def test_reward_has_the_signature_trl_calls(task):
         trainer_state=None,
     )
     assert rewards == [1.0, 0.0]
+    assert task.reward.__name__ == "accuracy_reward" and find_task(task.name) is task
 
 
 @pytest.mark.parametrize(
@@ -233,13 +212,15 @@ def test_bad_knobs_are_named(task, knobs, message):
         dataclasses.replace(task, **knobs)
 
 
-def test_a_list_of_different_texts_ends_early_where_there_are_not_enough():
+def test_lists_end_early_and_data_sets_are_refused_where_there_are_not_enough():
     rng = random.Random(0)
-    found = distinct(lambda: rng.choice("abc"), 5, ["a"])
-    assert sorted(found) == ["b", "c"]
+    assert sorted(distinct(lambda: rng.choice("abc"), 5, ["a"])) == ["b", "c"]
+    few = dataclasses.replace(COUNTDOWN, num_numbers=2, max_number=3, min_target=1)
+    with pytest.raises(ValueError, match="`num_examples` is 50"):
+        few.build_dataset(50, seed=0)
 
 
-@each_task
+@pytest.mark.parametrize("task", [PATHS, COUNTDOWN, PLANS], ids=lambda task: task.name)
 def test_warm_start_runs_and_its_cache_sees_the_knobs(task, tmp_path):
     folders = {
         warm_start(variant, seed=0, steps=1, cache_dir=tmp_path, progress=False)
@@ -291,7 +272,7 @@ def test_data_sets_carry_the_targets_for_coverage():
     assert PATHS.coverage([]) == 0.0
 
 
-def test_the_papers_list_has_19_places_that_match_however_they_are_written():
+def test_the_papers_list_has_19_places_that_match_however_they_are_written(tmp_path):
     task = paper_places()
     assert len({normalize_place(place) for place in PAPER_PLACES}) == len(task.targets) == 19
     variants = [
@@ -308,12 +289,7 @@ def test_the_papers_list_has_19_places_that_match_however_they_are_written():
     assert "alien spaceship" in row["prompt"][0]["content"] and row["targets"] == list(PAPER_PLACES)
     assert task.evaluation_set(2).to_dict() == task.build_dataset(2, seed=9).to_dict()
     assert task.reward.__name__ == "accuracy_reward"
-
-
-def test_sesa_accepts_the_options_for_the_papers_places(tmp_path):
-    from trl_explore import SESAConfig
-
-    SESAConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **paper_places().sesa_options)
+    SESAConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **task.sesa_options)
 
 
 # ----------------------------------------------------------------------------------------------------------- Countdown
@@ -325,12 +301,9 @@ def test_sesa_accepts_the_options_for_the_papers_places(tmp_path):
         "5*3=15,7+2=9,15+9=24",
         "7+2=9,5*3=15,15+9=24",
         "3*5=15,2+7=9,9+15",
-        "5*3+7+2",
         "2+7+5*3=24",
-        "((5)*(3))+(7+2)",
         " 5 * 3 + ( 7 + 2 ) = 24 ",
         "5*3=15, 15+7+2",
-        "(5-2)*7+3",
     ],
 )
 def test_right_answers_in_all_spellings(answer):

@@ -128,20 +128,8 @@ def test_an_arm_of_a_comparison_trains_with_one_thread_and_leaves_their_number(w
 
     train_arm = runpy.run_path(EXAMPLES / "benchmarks" / "arms.py")["train_arm"]
     arm = Arm("GRPO", "grpo", {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4})
-    train_arm(
-        arm,
-        task,
-        start,
-        output_dir=workdir / "arm",
-        seed=0,
-        budget=Budget(steps=1),
-        evaluate_every=10,
-        num_eval=1,
-        num_samples=1,
-        k=(1,),
-        num_train=4,
-        callbacks=[Noting()],
-    )
+    measured = dict(evaluate_every=10, num_eval=1, num_samples=1, k=(1,), num_train=4, callbacks=[Noting()])
+    train_arm(arm, task, start, output_dir=workdir / "arm", seed=0, budget=Budget(steps=1), **measured)
     assert set(noted) == {1}
     assert torch.get_num_threads() == 2
 

@@ -32,7 +32,6 @@ from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from trl_explore.trees.credit import first_appearance, tree_advantages
 from trl_explore.trees.metrics import NarrowSearch
-from trl_explore.trees.replay import SolutionCache, write_cache
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 SMALL = dict(expansion_width=3, node_length=2)
@@ -135,21 +134,8 @@ def test_entropies_are_those_that_a_forward_pass_gives(tmp_path):
         logprobs = (trainer.model(ids).logits[0, len(tree.prompt_ids) - 1 : -1] / 0.8).log_softmax(dim=-1)
     expected = -(logprobs.exp() * logprobs).sum(dim=-1).mean().item()
     assert tree.trajectory_entropy(row) == pytest.approx(expected, abs=1e-4)
-
-
-def test_continuous_batching_gives_the_same_kind_of_tree(tmp_path):
-    trainer = tree_trainer(tmp_path)
-    inputs = first_batch(trainer)
-    prefixes, ids = (
-        [t.prompt_ids for t in trainer.explorer.trees],
-        [t.completion_ids(t.rows[0]) for t in trainer.explorer.trees],
-    )
-    by_forward = trainer.sample._forward(prefixes, ids)[1].tolist()
-    for tree, row, tokens in zip(trainer.explorer.trees, by_forward, ids, strict=True):
-        entropies = row[: len(tokens)]
-        expected = tree.trajectory_entropy(tree.rows[0])
-        assert sum(entropies) / len(entropies) == pytest.approx(expected, abs=1e-4)
-    assert inputs["advantages"].shape == inputs["completion_ids"].shape
+    # Seconds of generation are those of the whole batch, not of an iteration.
+    assert tree.iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
 
 
 class Counting:
@@ -182,10 +168,9 @@ def test_every_completion_is_scored_once(tmp_path, conversational):
     # The table of completions shows what was logged when each was scored.
     lengths = [len(ids) for ids in trainer.main_completion_ids]
     assert list(trainer._logs["extra"]["length"]) == lengths
-    assert trainer._metrics["train"]["calls"] and trainer._metrics["train"]["reward"][0] == pytest.approx(
-        sum(trainer.model is not None and node.rewards[0] for tree in trainer.explorer.trees for node in
-            [tree.nodes[row] for row in tree.rows]) / 8
-    )  # fmt: skip
+    rewards = [tree.nodes[row].rewards[0] for tree in trainer.explorer.trees for row in tree.rows]
+    metrics = trainer._metrics["train"]
+    assert metrics["calls"] and metrics["reward"] == [pytest.approx(sum(rewards) / 8)]
 
 
 def test_a_reward_model_sees_each_completion_once(tmp_path):
@@ -243,14 +228,11 @@ def test_completions_that_cannot_be_scored_have_no_advantage(tmp_path):
 def test_uniform_trees_train_nothing_unless_asked_to(tmp_path):
     before = parameters(make_trainer(output_dir=tmp_path))
     for reward in (never, always):
-        skipped, log = trained(
-            TreeGRPOTrainer, TreeGRPOConfig, tmp_path, reward_funcs=reward, skip_uniform_trees=True, **SMALL
-        )
+        options = dict(SMALL, reward_funcs=reward, max_steps=1)
+        skipped, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, skip_uniform_trees=True, **options)
         assert_same(skipped, before)
         assert log[0]["tree/uniform_fraction"] == 1.0
-        kept, _ = trained(
-            TreeGRPOTrainer, TreeGRPOConfig, tmp_path, reward_funcs=reward, skip_uniform_trees=False, **SMALL
-        )
+        kept, _ = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, skip_uniform_trees=False, **options)
         assert differ(kept, before)
 
 
@@ -276,14 +258,6 @@ def test_shared_nodes_trained_once_give_the_gradient_over_distinct_nodes(tmp_pat
     assert_same(parameters(trainer), expected, tolerance=1e-6)
     again, _ = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **SMALL, **options, skip_uniform_trees=False)
     assert differ(again, expected)
-
-
-def test_shared_nodes_trained_once_are_masked_in_later_rows(tmp_path):
-    trainer = tree_trainer(tmp_path, share_prefix_once=True)
-    inputs = first_batch(trainer)
-    distinct = sum(sum(mask) for tree in trainer.explorer.trees for mask in first_appearance(tree))
-    assert loss_mask(inputs).sum().item() == inputs["num_items_in_batch"].item() == distinct
-    assert distinct < inputs["completion_mask"].sum().item()
 
 
 def test_shared_nodes_are_trained_in_the_first_row_that_is_not_masked(tmp_path):
@@ -370,12 +344,6 @@ def test_metrics(tmp_path):
     assert 0 < log["generation/main_seconds"] <= log["tree/sampling_seconds"]
 
 
-def test_seconds_of_generation_are_those_of_the_whole_batch(tmp_path):
-    trainer = tree_trainer(tmp_path)
-    first_batch(trainer)
-    assert trainer.explorer.trees[0].iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
-
-
 def test_entropies_are_known_where_a_choice_looks_at_them(tmp_path):
     trainer = tree_trainer(tmp_path, max_search_iterations=5, dump_trees="trees", entropy_weight=0.0)
     first_batch(trainer)
@@ -407,11 +375,8 @@ def test_evaluation_is_plain_grpo(tmp_path):
 def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
     trainer = make_trainer(TreeGRPOTrainer, GRPOConfig, tmp_path, max_steps=1)
     trainer.train()
-    assert (
-        trainer.explorer.limits.width == 8
-        and trainer.explorer.limits.node_length == 1
-        and trainer.explorer.limits.max_iterations == 4 * 8
-    )
+    limits = trainer.explorer.limits
+    assert (limits.width, limits.node_length, limits.max_iterations) == (8, 1, 4 * 8)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.28)
     assert trl_explore.TreeGRPOTrainer is TreeGRPOTrainer
 
@@ -428,11 +393,16 @@ def test_default_node_length_follows_short_completions(tmp_path):
 
 
 REPLAY = dict(replay_buffer=True, replay_threshold=0.9, replay_solutions=2)
+TWO_PROMPTS = make_dataset().select(range(2))
+
+
+def offer_solutions(trainer, dataset, completion):
+    for prompt in dataset["prompt"]:
+        trainer.solutions.offer(make_tokenizer()(prompt)["input_ids"], [completion], 0.25)
 
 
 def test_solutions_replace_failures_at_the_next_visit(tmp_path):
-    dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, max_steps=6)
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=TWO_PROMPTS, max_steps=6)
     trainer.train()
     log = trainer.state.log_history
     assert log[0]["replay/prompts"] == 0
@@ -446,11 +416,10 @@ def test_solutions_replace_failures_at_the_next_visit(tmp_path):
 
 
 def test_a_replayed_row_keeps_successes_and_its_score(tmp_path):
-    dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset)
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=TWO_PROMPTS)
     tokenizer = make_tokenizer()
     solutions = {}
-    for example in dataset:
+    for example in TWO_PROMPTS:
         prompt_ids = tuple(tokenizer(example["prompt"])["input_ids"])
         solutions[prompt_ids] = [tokenizer(example["answer"])["input_ids"] + [1]]
         trainer.solutions.offer(list(prompt_ids), solutions[prompt_ids], 0.25)
@@ -468,25 +437,16 @@ def test_a_replayed_row_keeps_successes_and_its_score(tmp_path):
 
 
 def test_nothing_is_replaced_where_nothing_failed(tmp_path):
-    dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=always)
-    tokenizer = make_tokenizer()
-    for prompt in dataset["prompt"]:
-        trainer.solutions.offer(tokenizer(prompt)["input_ids"], [[2, 2, 1]], 0.25)
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=TWO_PROMPTS, reward_funcs=always)
+    offer_solutions(trainer, TWO_PROMPTS, [2, 2, 1])
     first_batch(trainer)
     assert not any(tree.completion_ids(row) == [2, 2, 1] for tree in trainer.explorer.trees for row in tree.rows)
 
 
-def offer_solutions(trainer, dataset, completion):
-    for prompt in dataset["prompt"]:
-        trainer.solutions.offer(make_tokenizer()(prompt)["input_ids"], [completion], 0.25)
-
-
 def test_prompts_that_direct_rollouts_solve_leave_the_cache_and_are_searched_again(tmp_path):
-    dataset = make_dataset().select(range(2))
-    options = dict(train_dataset=dataset, reward_funcs=always, max_steps=2)
+    options = dict(train_dataset=TWO_PROMPTS, reward_funcs=always, max_steps=2)
     trainer = tree_trainer(tmp_path, **REPLAY, **options)
-    offer_solutions(trainer, dataset, [6, 1])
+    offer_solutions(trainer, TWO_PROMPTS, [6, 1])
     trainer.train()
     first, second = trainer.state.log_history[:2]
     assert (first["replay/prompts"], first["replay/left_prompts"], first["replay/stored_prompts"]) == (2, 2, 0)
@@ -494,27 +454,16 @@ def test_prompts_that_direct_rollouts_solve_leave_the_cache_and_are_searched_aga
     assert len((tmp_path / "solutions.jsonl").read_text().splitlines()) == 1  # the header
 
 
-def only_six(completion_ids, **kwargs):
-    return [float(ids == [6, 1]) for ids in completion_ids]
+def test_prompts_that_are_seldom_solved_stay_in_the_cache_and_solutions_that_are_wrong_now_leave_it(tmp_path):
+    def only_six(completion_ids, **kwargs):
+        return [float(ids == [6, 1]) for ids in completion_ids]
 
-
-def test_prompts_that_direct_rollouts_seldom_solve_stay_in_the_cache(tmp_path):
-    dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=only_six, max_steps=2)
-    offer_solutions(trainer, dataset, [6, 1])
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=TWO_PROMPTS, reward_funcs=only_six, max_steps=2)
+    offer_solutions(trainer, TWO_PROMPTS.select([0]), [6, 1])
+    offer_solutions(trainer, TWO_PROMPTS.select([1]), [7, 1])
     trainer.train()
     log = trainer.state.log_history[:2]
-    assert [(entry["replay/prompts"], entry["replay/left_prompts"]) for entry in log] == [(2, 0), (2, 0)]
-    assert trainer.solutions.num_solutions == 2
-
-
-def test_solutions_that_are_wrong_now_leave_the_cache(tmp_path):
-    dataset = make_dataset().select(range(2))
-    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=only_six, max_steps=2)
-    offer_solutions(trainer, dataset.select([0]), [6, 1])
-    offer_solutions(trainer, dataset.select([1]), [7, 1])
-    trainer.train()
-    assert [entry["replay/prompts"] for entry in trainer.state.log_history[:2]] == [2, 1]
+    assert [(entry["replay/prompts"], entry["replay/left_prompts"]) for entry in log] == [(2, 0), (1, 0)]
     lines = [json.loads(line) for line in (tmp_path / "solutions.jsonl").read_text().splitlines()]
     assert [line["completion_ids"] for line in lines[1:]] == [[6, 1]]
 
@@ -538,10 +487,9 @@ def test_a_second_run_of_a_trainer_starts_its_file_again(tmp_path):
 
 
 def test_truncated_solutions_are_neither_stored_nor_replayed_if_they_are_masked(tmp_path):
-    dataset = make_dataset().select(range(2))
-    options = dict(train_dataset=dataset, reward_funcs=always, mask_truncated_completions=True)
+    options = dict(train_dataset=TWO_PROMPTS, reward_funcs=always, mask_truncated_completions=True)
     trainer = tree_trainer(tmp_path, replay_buffer=True, replay_threshold=1.0, **options)
-    offer_solutions(trainer, dataset.select([0]), [6, 7])
+    offer_solutions(trainer, TWO_PROMPTS.select([0]), [6, 7])
     inputs = first_batch(trainer)
     assert all(tree.reason != "replayed" for tree in trainer.explorer.trees)
     assert not inputs["completion_mask"].any(dim=1).all()  # otherwise this tests nothing
@@ -554,11 +502,10 @@ def test_a_replayed_row_is_written_down_as_it_is(tmp_path, ending):
     def six(completion_ids, **kwargs):  # right if it is the solution of the first prompt
         return [float(ids == [6, 7, *ending]) for ids in completion_ids]
 
-    dataset = make_dataset().select(range(2))
-    options = dict(train_dataset=dataset, reward_funcs=six, dump_trees="trees", incomplete_score=-0.5, max_steps=1)
+    options = dict(train_dataset=TWO_PROMPTS, reward_funcs=six, dump_trees="trees", incomplete_score=-0.5, max_steps=1)
     trainer = tree_trainer(tmp_path, **REPLAY, **options)
-    offer_solutions(trainer, dataset.select([0]), [6, 7, *ending])
-    offer_solutions(trainer, dataset.select([1]), [6, 8, *ending])
+    offer_solutions(trainer, TWO_PROMPTS.select([0]), [6, 7, *ending])
+    offer_solutions(trainer, TWO_PROMPTS.select([1]), [6, 8, *ending])
     trainer.train()
     records = [json.loads(line) for line in (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()]
     found = {tuple(node["token_ids"]): node for record in records for node in record["nodes"]}
@@ -578,16 +525,6 @@ def test_a_second_round_starts_from_the_solutions_of_the_first(tmp_path):
     second.train()
     again = tree_trainer(tmp_path / "third", **REPLAY, replay_file=str(tmp_path / "second" / "solutions.jsonl"))
     assert again.solutions.state_dict() == second.solutions.state_dict()
-
-
-def test_solutions_of_another_tokenizer_are_refused(tmp_path):
-    other = make_tokenizer()
-    other.add_tokens(["zz"])
-    cache = SolutionCache(solutions_per_prompt=2, threshold=0.5)
-    cache.offer([5], [[6, 1]], 0.25)
-    write_cache(tmp_path / "solutions.jsonl", cache, other)
-    with pytest.raises(ValueError, match="tokenizer"):
-        tree_trainer(tmp_path, **REPLAY, replay_file=str(tmp_path / "solutions.jsonl"))
 
 
 # -------------------------------------------------------------------------------------------------------- files
@@ -616,7 +553,6 @@ ERRORS = {
     "node_length=9` is longer than a whole completion of `max_completion_length=8": dict(node_length=9),
     "num_generations=4` is more than the 2 completions": dict(expansion_width=2, max_tree_depth=1),
     "more than the 3 completions.*depth 1": dict(expansion_width=3, node_length=8),
-    "unknown value 'global_frontier'": dict(selection="global_frontier"),
     "selection.*unknown value 'randon'; did you mean 'random'": dict(selection="randon"),
     "depth_bonus.*unknown value 'cube'": dict(depth_bonus="cube"),
     "advantage_normalization.*unknown value 'std'": dict(advantage_normalization="std"),
@@ -634,6 +570,7 @@ ERRORS = {
     "dump_trees='../x'` must name a file inside": dict(dump_trees="../x"),
     "no meaning for a tree search": dict(multi_objective_aggregation="normalize_then_sum"),
     "must be a finite number": dict(entropy_weight=float("nan")),
+    "`rollout_func` cannot be combined with TreeGRPOTrainer": dict(rollout_func=lambda prompts, trainer: {}),
 }
 
 
@@ -649,21 +586,10 @@ def test_a_missing_replay_file_is_named(tmp_path):
 
 
 def test_groups_that_span_processes_are_refused(tmp_path):
-    args = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **SMALL).args
+    args = tree_trainer(tmp_path).args
     args.per_device_train_batch_size = 6  # as on one of two processes that share twelve rows
     with pytest.raises(ValueError, match="`per_device_train_batch_size=6` times `steps_per_generation=1` must be a"):
-        TreeGRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(saved_model()),
-            contains_answer,
-            args,
-            make_dataset(),
-            processing_class=make_tokenizer(),
-        )
-
-
-def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`rollout_func` cannot be combined with TreeGRPOTrainer"):
-        tree_trainer(tmp_path, rollout_func=lambda prompts, trainer: {})
+        make_trainer(TreeGRPOTrainer, lambda **fields: args)
 
 
 def test_a_failing_reward_function_is_the_users_own_error(tmp_path, caplog):
@@ -682,7 +608,7 @@ def test_a_model_without_attention_layers_is_trained(tmp_path):
         return [float(sum(ids) % 2) for ids in completion_ids]
 
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1, state_size=4))
-    trainer = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model, reward_funcs=parity, max_steps=2)
+    trainer = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model, reward_funcs=parity, max_steps=1)
     before = parameters(trainer)
     trainer.train()
     assert differ(parameters(trainer), before)

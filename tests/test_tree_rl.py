@@ -27,6 +27,7 @@ from world import (
 
 from trl_explore.chains.leaves import chain_of, completion
 from trl_explore.chains.values import token_advantages
+from trl_explore.forks.engine import Forks
 from trl_explore.rows.streams import row_tokens
 from trl_explore.trainers import TreeRLConfig, TreeRLTrainer
 
@@ -50,8 +51,8 @@ class Seen(TreeRLTrainer):
         return self.streams_of_batch
 
 
-def batch(folder, *, cls=Seen, **options):
-    trainer = make_trainer(cls, TreeRLConfig, folder, **options)
+def batch(folder, **options):
+    trainer = make_trainer(Seen, TreeRLConfig, folder, **options)
     return trainer, one_batch(trainer)
 
 
@@ -70,6 +71,7 @@ def test_without_rounds_it_is_grpo_bit_for_bit(tmp_path, options):
     assert not any(key.startswith("branch") for entry in log for key in entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_forks_change_what_is_learned(tmp_path, options):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
@@ -120,23 +122,14 @@ def test_every_fork_is_continued_as_often_as_asked_from_the_tokens_before_it(tmp
         assert all(leaf.length <= 8 for leaf in tree.leaves)
 
 
-def test_a_round_is_one_call_for_all_trees(tmp_path):
+def test_a_round_is_one_call_for_all_trees_and_later_rounds_fork_branches_too(tmp_path, monkeypatch):
     calls = []
-
-    class Counting(TreeRLTrainer):
-        def setup(self):
-            super().setup()
-            sample_branches = self.branch_explorer.forks.sample_branches
-            self.branch_explorer.forks.sample_branches = lambda forks: (
-                calls.append(len(forks)) or sample_branches(forks)
-            )
-
-    batch(tmp_path, cls=Counting, num_rounds=2)
-    assert len(calls) == 2 and all(number > 4 for number in calls)
-
-
-def test_later_rounds_fork_branches_too(tmp_path):
+    sample_branches = Forks.sample_branches
+    monkeypatch.setattr(
+        Forks, "sample_branches", lambda self, forks: calls.append(len(forks)) or sample_branches(self, forks)
+    )
     trainer, _ = batch(tmp_path, num_rounds=3, num_forks=1)
+    assert len(calls) == 3 and all(number > 4 for number in calls)
     deep = [leaf for tree in trainer.branch_explorer.trees for _, leaf in branches(tree) if leaf.parent >= 4]
     assert deep and all(leaf.start > trainer.branch_explorer.trees[0].leaves[0].start for leaf in deep)
     for tree in trainer.branch_explorer.trees:
@@ -203,20 +196,14 @@ def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path, opti
             assert not found[name]["advantages"][place, len(expected) :].any()
     assert scored.rows["completion_mask"].sum() == sum(tree.leaves[i].length for tree, i in rows)  # prefixes too
     assert output["advantages"].std(dim=1).max() > 0
-
-
-def test_branches_and_main_rows_are_one_mean(tmp_path):
-    trainer, output = batch(tmp_path)
+    # Branches and main rows are one mean.
     _, totals, _ = trainer.stream_training.prepared["branch"]
-    branched = sum(len(branches(tree)) for tree in trainer.branch_explorer.trees)
-    assert totals.num_rows == len(output["advantages"]) + branched == trainer.stream_training.main_totals.num_rows
-
-
-def test_so_many_leaves_are_trained_all_chains_among_them(tmp_path):
-    trainer, _ = batch(tmp_path, trained_leaves=7)
-    assert [len(tree.trained) for tree in trainer.branch_explorer.trees] == [7, 7]
+    assert totals.num_rows == len(output["advantages"]) + len(rows) == trainer.stream_training.main_totals.num_rows
+    # So many leaves are trained, all chains among them.
     assert all(tree.trained[:4] == [0, 1, 2, 3] for tree in trainer.branch_explorer.trees)
-    assert trainer._metrics["train"]["branch/trained_fraction"][0] < 1
+    numbers = [options.get("trained_leaves", len(tree.leaves)) for tree in trainer.branch_explorer.trees]
+    assert [len(tree.trained) for tree in trainer.branch_explorer.trees] == numbers
+    assert (trainer._metrics["train"]["branch/trained_fraction"][0] < 1) == ("trained_leaves" in options)
 
 
 @pytest.mark.parametrize("options", [{}, dict(trained_leaves=5)], ids=str)
@@ -269,9 +256,8 @@ def test_it_generates_and_trains_what_the_formula_of_the_readme_says(tmp_path):
     trainer, output = batch(tmp_path, num_rounds=2)
     found = {name: values[0] for name, values in trainer._metrics["train"].items()}
     trees = trainer.branch_explorer.trees
-    assert found["branch/forks"] == sum(
-        len({(leaf.parent, leaf.start) for _, leaf in branches(tree)}) for tree in trees
-    )
+    forks = [{(leaf.parent, leaf.start) for _, leaf in branches(tree)} for tree in trees]
+    assert found["branch/forks"] == sum(map(len, forks))
     generated = found["branch/forks"] * 2 * found["branch/mean_suffix_length"]
     assert generated == pytest.approx(sum(len(leaf.token_ids) for tree in trees for _, leaf in branches(tree)))
     assert found["branch/sampled_tokens"] == pytest.approx(generated)

@@ -9,42 +9,27 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import run_example
+from commands import TINY_RUN, as_flags, run_example
 from world import make_tokenizer, saved_model
 
 from trl_explore.cli import main
 from trl_explore.tree_view.files import read_trees
 from trl_explore.trees.replay import read_cache
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 ROWS = [{"question": f"{i}+{i}=", "final_answer": str(2 * i % 10)} for i in range(8)]
 REWARDS = """
 def digit_reward(completions, final_answer, **kwargs):
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(answer in text) for text, answer in zip(texts, final_answer, strict=True)]
 """
-RUN = {
-    "model_name_or_path": None,
-    "output_dir": "out",
-    "max_steps": 2,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "node_length": 2,
-    "overlong_buffer": 2,
-    "logging_steps": 1,
-    "save_steps": 1,
-    "report_to": "none",
-    "use_cpu": "true",
-    "bf16": "false",
-    "disable_tqdm": "true",
-}
+DATA = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "tree_rewards.digit_reward"]
+TRAIN = ["train", "--method", "tree_grpo", *DATA]
+RUN = dict(TINY_RUN, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+RUN |= dict(max_completion_length=8, node_length=2, overlong_buffer=2)
 
 
 def flags(**fields):
-    settings = {**RUN, "model_name_or_path": saved_model(), **fields}
-    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+    return as_flags({**RUN, "model_name_or_path": saved_model(), **fields})
 
 
 @pytest.fixture
@@ -60,13 +45,12 @@ def workdir(tmp_path, monkeypatch):
 
 
 def test_train_look_at_a_tree_and_filter(workdir, capsys):
-    data = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "tree_rewards.digit_reward"]
     run = flags(dump_trees="trees", replay_buffer="true", replay_threshold=0.9)
-    assert main(["train", "--method", "tree_grpo", *data, *run]) == 0
+    assert main([*TRAIN, *run]) == 0
     capsys.readouterr()
     assert main(["tree", "out/trees/trees_0.jsonl", "--index", "-1", "--html", "tree.html"]) == 0
     assert "tree.html" in capsys.readouterr().out and "<details" in Path("tree.html").read_text()
-    filtering = ["--model_name_or_path", "out", *data, "--max_completion_length", "8", "--threshold", "1.0"]
+    filtering = ["--model_name_or_path", "out", *DATA, "--max_completion_length", "8", "--threshold", "1.0"]
     assert main(["filter", *filtering, "--output", "hard.jsonl"]) == 0
     kept = [json.loads(line) for line in Path("hard.jsonl").read_text().splitlines()]
     assert 0 < len(kept) <= 8 and all(row["pass_rate"] < 1.0 for row in kept)
@@ -76,10 +60,9 @@ def test_train_look_at_a_tree_and_filter(workdir, capsys):
 
 
 def test_mistakes_are_one_line(workdir, capsys):
-    data = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "tree_rewards.digit_reward"]
-    assert main(["train", "--method", "tree_grpo", *data, *flags(node_length=9)]) == 2
+    assert main([*TRAIN, *flags(node_length=9)]) == 2
     assert "`node_length=9` is longer than a whole completion" in capsys.readouterr().err
-    assert main(["train", "--method", "tree_grpo", *data, *flags(expansion_widht=4)]) == 2
+    assert main([*TRAIN, *flags(expansion_widht=4)]) == 2
     assert "did you mean '--expansion_width'?" in capsys.readouterr().err
 
 
@@ -110,8 +93,7 @@ def test_the_example_of_two_rounds_runs_offline_and_continues(workdir, monkeypat
 @pytest.mark.slow
 def test_a_killed_run_leaves_its_files_readable(workdir):
     run = flags(max_steps=10_000, save_steps=10_000, dump_trees="trees", replay_buffer="true", replay_threshold=0.9)
-    data = ["--dataset_name", "prompts.jsonl", "--reward_funcs", "tree_rewards.digit_reward"]
-    command = [sys.executable, "-m", "trl_explore.cli", "train", "--method", "tree_grpo", *data, *run]
+    command = [sys.executable, "-m", "trl_explore.cli", *TRAIN, *run]
     with open("log", "w") as log:
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -129,4 +111,4 @@ def test_a_killed_run_leaves_its_files_readable(workdir):
     assert cache.num_solutions > 0
     # A new run starts from what the killed one found.
     again = flags(output_dir="again", replay_buffer="true", replay_file="out/solutions.jsonl", save_steps=2)
-    assert main(["train", "--method", "tree_grpo", *data, *again]) == 0
+    assert main([*TRAIN, *again]) == 0

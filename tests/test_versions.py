@@ -6,6 +6,7 @@ The tests of each method, and of what it is with neutral options, are run there 
 import warnings
 
 import pytest
+from test_adapters import look
 from trl import GRPOConfig, GRPOTrainer
 from world import TINY, assert_same, differ, make_agent, make_trainer, parameters, tiny_methods
 
@@ -21,19 +22,6 @@ AGENT = dict(
     max_completion_length=96, reward_funcs=lambda completions, **columns: [float(len(c)) for c in completions]
 )
 SIZE = dict(per_device_train_batch_size=8, num_generations=4, save_strategy="steps", save_steps=1, max_steps=2)
-
-
-def look(word: str) -> str:
-    """
-    Looks a word up.
-
-    Args:
-        word: The word.
-
-    Returns:
-        What is known.
-    """
-    return f"{word} is known"
 
 
 def make(name, folder):

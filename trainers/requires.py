@@ -147,7 +147,7 @@ def _check_one_limit(name: str, args: ExplorationConfig) -> None:
     if args.explore is not None:  # then this field samples rows, and not the trainer's class
         name = f"`explore={args.explore!r}`"
     if args.use_vllm and "max_tokens" in options:
-        # vLLM prefers this limit to the limit of a request. So a branch would get as many tokens as a completion.
+        # vLLM prefers this limit to the limit of a request. So a branch could get the tokens of a whole completion.
         raise ValueError(
             f"`generation_kwargs={{'max_tokens': {options['max_tokens']}}}` replaces the limits of all requests to "
             f"vLLM, also those with which {name} samples: leave `max_tokens` out, and set `max_completion_length`."

@@ -103,7 +103,7 @@ FORMULA = re.compile(
     """,
     re.VERBOSE,
 )
-# What can be before and after a number that is meant as the answer.
+# Text before and after a number that is meant as the answer.
 BEFORE_NUMBER = r"""
     (?:
         [A-Za-z] (?:\(\w\))? \s* [=:]                     # a name: `x = 42`, `x: 42` or `f(2) = 42`

@@ -278,7 +278,7 @@ def pick_split(
         field (`str`):
             Flag that names the split, for error messages.
         sole_split_is (`str`, *optional*):
-            Name that also stands for another split, if the data set has only this one.
+            Name of a split. If the data set has a single split, this name means that split.
         remedy (`str`, *optional*, defaults to `""`):
             Last sentence of the error message.
 

@@ -359,7 +359,7 @@ class PathCache:
 
         Args:
             asked (`list[tuple]`):
-                Token ids of each row, and the nodes of its first tokens, as far as they are kept.
+                Token ids of each row, and the kept nodes of its first tokens.
         """
         new = max(max(1, len(ids) - len(path)) for ids, path in asked)
         paths, fresh, padded = [], [], []
