@@ -19,10 +19,12 @@ def auto_regimes(monkeypatch):
     return importlib.import_module("auto_regimes")
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_results(auto_regimes):
     assert (BENCHMARKS / "auto_results" / "results.md").read_text() == auto_regimes.report()
 
 
+@pytest.mark.slow
 def test_the_table_of_explorer_sets_is_that_of_the_results(auto_regimes):
     sets = importlib.import_module("explorer_sets")
     assert (sets.RESULTS / "results.md").read_text() == sets.report()
