@@ -220,6 +220,12 @@ def test_several_rows_are_replaced_if_so_many_succeed(told, tmp_path, number):
     torch.testing.assert_close(output["advantages"], main.repeat(2), atol=1e-4, rtol=0)
 
 
+def test_a_template_may_show_the_hint_before_the_problem(told, tmp_path):
+    trainer = hinted(tmp_path, ["b"], own=dict(hint_template="{hint}; {problem}"))
+    one_batch(trainer)
+    assert all(text.startswith("b; ") and text.endswith("=") for text in told.asked[0][0])
+
+
 @pytest.mark.parametrize("conversational", [False, True])
 def test_with_the_hinted_loss_a_row_is_trained_under_the_prompt_with_the_hint(told, tmp_path, conversational):
     """The template and the column are those of the options. In a conversation, the hint is in the last message."""

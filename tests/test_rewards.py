@@ -227,6 +227,7 @@ def test_the_last_message_is_the_completion():
 
 
 GARBAGE = [
+    "#### 42" + 80_000 * " " + "x",  # the search for a smiley at the end must be linear
     r"\boxed{9^{9^{9^{9}}}}",
     "9 ** 9 ** 9 ** 9",
     "7^{100000} " * 180,

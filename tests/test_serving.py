@@ -342,6 +342,7 @@ def test_harmful_options_are_told_once(local, tmp_path, options, message, recwar
     assert len([w for w in found if "vLLM" in str(w.message)]) == 1
     recwarn.clear()
     served("grpo", tmp_path, top_k=5, generation_kwargs={"top_k": -1})  # which undoes the cut
+    served("grpo", tmp_path, top_k=5, generation_kwargs={"top_k": None})
     assert not [warning for warning in recwarn if "importance ratio" in str(warning.message)]
 
 

@@ -469,7 +469,8 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def explores(self) -> bool:
-        """Return False if the fields switch the method's exploration off, so that it samples no rows of its own."""
+        """Return False if fields switch off the method's exploration, such as `explorers=[]`. Else return True, even
+        for a trainer without exploration."""
         return self.explorers != []
 
     @property

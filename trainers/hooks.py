@@ -111,7 +111,7 @@ class Hooks:
         if branches:
             whole_groups = requires.whole_groups or not self.splits_groups
             requires = replace(requires, samples=True, extra_rows=True, whole_groups=whole_groups)
-        # If an explorer gets only some prompts, `Exploration` itself samples rows with `max_completion_length`.
+        # If only some prompts are explored, `Exploration` itself samples rows with the limit `max_completion_length`.
         gets_some = args.explores_some and (own_explorer or args.explore == "resample")
         samples_more = args.explores and (requires.own_limit or requires.extra_rows)
         return replace(requires, own_limit=gets_some or samples_more)

@@ -21,7 +21,7 @@ class Requires:
     samples: bool = False  # it samples rows itself, at any time and on every process independently
     main_rows: bool = False  # it samples the main rows itself
     extra_rows: bool = False  # it trains rows in addition to the main rows
-    own_limit: bool = False  # it samples rows with `max_completion_length` as their limit, whatever GRPO's limit is
+    own_limit: bool = False  # it needs `max_completion_length` as the limit of GRPO's rows and of its own
     whole_groups: bool = False  # all completions of a prompt must be on one process
     tools: bool = False  # it supports tools and environments although it samples rows itself
     vision: bool = True  # it supports vision-language models, unless it samples rows itself
@@ -144,13 +144,14 @@ def check_arguments(
 def _check_one_limit(name: str, args: ExplorationConfig) -> None:
     """Raise a ValueError if GRPO's rows and the rows that a method samples would have different limits of tokens."""
     options, most = args.generation_kwargs or {}, args.max_completion_length
-    if args.explore is not None:  # then this field samples rows, and not the trainer's class
+    if args.explore is not None:  # the explorer that this field names samples the rows
         name = f"`explore={args.explore!r}`"
     if args.use_vllm and "max_tokens" in options:
-        # vLLM prefers this limit to the limit of a request. So a branch could get the tokens of a whole completion.
+        # This limit replaces the limit of every request. So a branch could get as many tokens as a whole completion.
         raise ValueError(
-            f"`generation_kwargs={{'max_tokens': {options['max_tokens']}}}` replaces the limits of all requests to "
-            f"vLLM, also those with which {name} samples: leave `max_tokens` out, and set `max_completion_length`."
+            f"`generation_kwargs={{'max_tokens': {options['max_tokens']}}}` replaces the token limits of all "
+            f"requests to vLLM, also of those with which {name} samples: leave `max_tokens` out, and set "
+            "`max_completion_length`."
         )
     limit = options.get("max_new_tokens", most)
     # With `max_completion_length=None`, further rows end where the longest of GRPO's rows does.

@@ -70,8 +70,8 @@ class SESATrainer(ExplorationTrainer):
     def requirements(self, args: ExplorationConfig) -> Requires:
         assert isinstance(args, SESAConfig)
         requires = super().requirements(args)
-        # Sketches have their own limit, and rows of `mode="two_stage"` have GRPO's. With vLLM, `max_tokens` in
-        # `generation_kwargs` would replace both.
+        # In `mode="two_stage"`, completions have GRPO's limit, and only sketches have another one. With vLLM,
+        # `max_tokens` in `generation_kwargs` would replace the limit of sketches, too.
         own_limit = args.explores and (args.mode != "two_stage" or args.use_vllm)
         return replace(requires, tools=args.mode == "agent", own_limit=requires.own_limit or own_limit)
 

@@ -104,15 +104,16 @@ class Streak:
 
 
 def stop_if_long(streak: Streak, what: str, error: BaseException | None, save: Callable[[], str]) -> None:
-    """If a streak is long, save a checkpoint and raise. `error` is the streak's last error on this process."""
+    """If a streak is long, save a checkpoint and raise a RuntimeError. `what` names the calls, as in
+    [`Streak.describe`]. `error` is the last error of the streak on this process, or None."""
     if streak.is_long:
         raise RuntimeError(f"{streak.describe(what)}, the last one {describe_error(error)}. {save()}") from error
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return a clause with the last error of this process. If `error` is None, the errors were in other processes, so
-    refer to these."""
-    return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
+    """Describe the last error of this process for "the last one ...". If `error` is None, only other processes had
+    errors, so refer to their output."""
+    return "shown by another process" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -255,8 +255,9 @@ class Turns:
 
     def stop_if_environments_died(self, save: Callable[[], str]) -> None:
         """
-        Raise if environments have died. Called after `void_rewards`, because `get_reward` may raise, too. Every
-        process must call it.
+        Raise a RuntimeError if all environments of the last batches failed without a mistake of the model, and these
+        are at least eight environments. Call this method after `void_rewards`, which notices failures of `get_reward`.
+        Every process must call it.
 
         Args:
             save (`Callable[[], str]`):

@@ -58,6 +58,9 @@ def agent_evaluation(
         `Callable`: Function of a `seed` that returns a dictionary: `eval/reward`, `eval/pass_at_{k}` for each k, and
         `correct`, the number of successful samples per task. The same `seed` and weights give the same samples. It
         raises a `NoRewardError` if no sample has a reward that decides success.
+
+    Raises:
+        `ValueError`: If `success_reward` is not the name of exactly one reward function.
     """
 
     check_success_reward(success_reward, trainer.reward_func_names)
@@ -80,8 +83,11 @@ def agent_evaluation(
         finally:
             end_watch()
         trainer.control.should_log = should_log
-        if all(math.isnan(reward) for reward in deciding):
-            raise NoRewardError("No sample of any task has a reward: the reward functions returned None or NaN.")
+        needed = deciding if k else totals  # without pass@k, successes are not counted
+        if all(math.isnan(reward) for reward in needed):
+            raise NoRewardError(
+                "No sample of any task has a reward that can be measured: the reward functions returned None or NaN."
+            )
         found: dict[str, Any] = {"eval/reward": fmean(total for total in totals if not math.isnan(total))}
         if not k:
             return found

@@ -426,18 +426,18 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
 
 
 def _describe_missing_rewards(comparison: Comparison, *, num_rows: int) -> str:
-    """Return the error message for an evaluation in which no held-out row got a reward."""
+    """Return the error message for an evaluation in which no sample of the held-out rows got a reward."""
     field, value = "reward_funcs", comparison.subject.get("reward_funcs")
     remedy = "choose a reward that scores these rows, or other rows with dataset_test_split"
     if comparison.task is not None:
         field, value = "task", comparison.subject["task"]
-        remedy = "choose a task whose reward scores these rows"
+        remedy = "choose another task"
     if comparison.success_reward is not None:
         field, value = "success_reward", comparison.success_reward
     return (
         f"{field}={value!r} returned no reward for any sample of the {num_rows} held-out rows, so nothing can be "
         "measured. Correct the columns of these rows that the reward function reads, such as the gold answers; or "
-        f"{remedy}. What is done is kept"
+        f"{remedy}. Finished runs and checkpoints are kept"
     )
 
 

@@ -117,11 +117,10 @@ class Comparison:
         num_eval (`int`):
             Number of held-out problems.
         success_threshold (`float`, *optional*):
-            Smallest total reward of a success in the evaluation. With `success_reward`, it is the smallest reward of
-            that function. None means 1. Tasks for agents use it, too.
+            Smallest total reward that counts as a success in the evaluation, also for agents. With `success_reward`,
+            the reward of that function must reach it instead. None means 1.
         success_reward (`str`, *optional*):
-            Reward function that decides success in the evaluation instead of the total reward. Tasks for agents use
-            it, too.
+            Reward function that decides success in the evaluation instead of the total reward, also for agents.
         warm_start_steps (`int`, *optional*):
             Supervised training steps that teach the task to the model. None for no warm start.
         samples_at_ends (`int`, *optional*):

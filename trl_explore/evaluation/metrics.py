@@ -8,7 +8,7 @@ from trl_explore.rewards.success import is_success
 
 
 class NoRewardError(ValueError):
-    """Raised if no completion got a reward."""
+    """Raised if no completion of an evaluation got a reward."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

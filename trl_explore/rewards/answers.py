@@ -19,14 +19,14 @@ TIMEOUT_SECONDS = 4
 
 BOXED = re.compile(r"\\boxed\s*\{")  # `\boxed{`
 HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")  # `#### 42`
-SMILEY = re.compile(r"\s+[:;]-?\)+$")  # ` :)` after an answer
+SMILEY = re.compile(r"(?<!\s)\s+[:;]-?\)+$")  # ` :)` after an answer; the lookbehind keeps the search linear
 # A line that is a heading if other text follows it: `#### Step 1`, `#### **Step 1**` or `#### 1. Add`.
 HEADING = re.compile(
     r"""
     [ \t]* \#{4}
     [#*_ \t]*                      # a lower level, or bold text: `##### **Step`
     (?: \d{1,2} [.)] [*_ \t]+ )?   # a number: `1. Add`
-    [A-Za-z]{3,} (?![A-Za-z(])     # a whole word that is no function: `Step`, and not `sqrt(2)`
+    [A-Za-z]{3,} (?![A-Za-z(])     # a whole word without a bracket after it: `Step`, and not `sqrt(2)`
     """,
     re.VERBOSE,
 )
@@ -85,7 +85,7 @@ UNITS = re.compile(
     """,
     re.VERBOSE,
 )
-# A formula is LaTeX without words.
+# LaTeX without words, except `or`, `and` and products such as `xy`.
 FORMULA = re.compile(
     r"""
     (?:
@@ -114,11 +114,11 @@ BEFORE_NUMBER = r"""
 AFTER_NUMBER = rf"""
     (?:
         {SPACE}* (?: ! | \\?% | (?![ei])[A-Za-z] )        # a sign or a letter: `42!`, `42 %` or `42x`
-        | (?: {SPACE}+ [(\[]? [A-Za-z] | [gmL] )          # the begin of a unit: `42 m`, `42 (cm)` or `5L`
+        | (?: {SPACE}+ [(\[]? [A-Za-z] | [gmL] )          # the beginning of a unit: `42 m`, `42 (cm)` or `5L`
           (?: [\w.^{{}})\]] | [ ]?/[ ]? )*                # the rest of the unit: `42 m^2` or `5km / h`
     )?
 """
-# A formula that can be meant as a number.
+# A formula that may mean only its number: `42x`, `42 m^2` or `6 * 7 = 42`.
 MAYBE_NUMBER = re.compile(rf"{BEFORE_NUMBER} {NUMBER_PATTERN} (?:/\d+)? {AFTER_NUMBER}", re.VERBOSE)
 
 # ----------------------------------------------------------------------------------------------------------- choices
@@ -128,7 +128,7 @@ STYLE = r"(?: \\(?:text|mathrm)(?:bf)?\s*\{ | \\mathbf\s*\{ )?"  # `\text{`
 MARKED_CHOICE = re.compile(
     rf"""
     [(\s]* {STYLE} [(\s]* ([A-Za-z])   # `C`, `(C`, `\text{{C` or `\text{{(C`
-    \s* (?: [.:)}}] .* )?              # the end of brackets, or words: `)`, `}}` or `. Some words`
+    \s* (?: [.:)}}] .* )?              # closing brackets, or a text: `)`, `}}` or `. Some words`
     """,
     re.DOTALL | re.VERBOSE,
 )
@@ -150,8 +150,8 @@ EXPLOSIVE = re.compile(
     r"""
     (?: \^ | (?<=[\d)}]) \s*\*\* ) [\s{(]*            # a power: `9^{` or `9**(`
     (?:
-        \d+ [\s)}]* (?: \^ | \*\* ) [\s{(]* \d        # of a power: `9^{9^9}`
-        | [-+]?\d[\d,]{4,}                            # with at least five digits: `2^123456`
+        \d+ [\s)}]* (?: \^ | \*\* ) [\s{(]* \d        # whose exponent is a power: `9^{9^9}`
+        | [-+]?\d[\d,]{4,}                            # or has at least five digits: `2^123456`
     )
     | (?:
         \d{5,}                                        # factorial of a large number: `123456!`
@@ -169,7 +169,7 @@ EXCLAMATION = re.compile(r"(?<=\d{5})!(?=[*\s]*(?:\Z|(?<=\s)[A-Z]))")
 # Replaces explosive formulas in prose. No gold answer equals it.
 STAND_IN = " 31415926535897932384626433832795 "
 
-# White space, full stops and the end of a formula, which may follow the mark at the end of a text: `$.` or `\]`.
+# Text that may follow the last mark: white space, full stops and the end of a formula, such as `$.` or `\]`.
 AFTER_MARK = re.compile(r"(?: \s | [.$] | \\[)\]] )*", re.VERBOSE)
 
 
@@ -245,7 +245,7 @@ def extract_answer(text: str) -> str | None:
     characters, a `####` at the end of a line, and a Markdown heading. A heading is a line such as `#### Step 1` or
     `#### 1. Add`: it begins with `####` and a word of at least three letters, maybe with a number before the word. It
     counts as a heading only if a line without `####` follows. So `#### Paris` as the last line is an answer. A smiley
-    at the end, as in `#### 42 :)`, does not belong to the answer.
+    at the end of a `####` line, as in `#### 42 :)`, does not belong to the answer.
 
     Args:
         text (`str`):

@@ -278,7 +278,7 @@ def pick_split(
         field (`str`):
             Flag that names the split, for error messages.
         sole_split_is (`str`, *optional*):
-            Name of a split. If the data set has a single split, this name means that split.
+            If `name` is this text and the data set has a single split, that split is returned.
         remedy (`str`, *optional*, defaults to `""`):
             Last sentence of the error message.
 

@@ -24,7 +24,7 @@ NOTICE = "\nInterrupted: each run is saved after its current step, then all stop
 
 class WorkerFailed(Exception):
     """
-    Raised when a job raised an exception or its process died.
+    Raised when a job raised an exception other than `UsageError`, or its process died.
 
     Args:
         message (`str`):
@@ -111,8 +111,8 @@ class Workers:
             `tuple[Job, str, Any]`: A job, `AT_WORK` with a value that the job sent, or `DONE` with its result.
 
         Raises:
-            WorkerFailed: If a job raised an exception or its process died.
-            UsageError: If a job raised this error.
+            UsageError: If a job raised a `UsageError`, with the same message.
+            WorkerFailed: If a job raised another exception, or its process died.
         """
         left = list(jobs)
         busy = self._busy

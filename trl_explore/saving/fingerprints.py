@@ -78,8 +78,8 @@ def model_fingerprint(model: str, *, revision: str | None) -> str | None:
 
 
 def rows_fingerprint(rows: "Dataset") -> str:
-    """Return a digest of the rows of a data set. If there are more than 100,000, evenly spaced rows are taken. Images,
-    audio and other byte strings are not decoded: their length and some of their bytes are taken."""
+    """Return a digest of the rows of a data set. If there are more than 100,000 rows, it covers evenly spaced rows. Of
+    byte strings, such as images and audio, it covers the size and at most 1,024 bytes, which are not decoded."""
     return digest(_row_probes(rows))
 
 
@@ -102,14 +102,14 @@ def _row_probes(rows: "Dataset") -> Iterator[bytes]:
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
-    """Return whether values of an Arrow type are or contain byte strings. Data sets store images and audio as such."""
+    """Return whether values of an Arrow type are or contain byte strings. `datasets` stores images and audio so."""
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return True
     return any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _without_media(value: pa.Scalar) -> Any:
-    """Return an Arrow value as a Python value, with the [`_probes`] of byte strings in their place."""
+    """Return an Arrow value as a Python value in which each byte string is replaced by its [`_probes`]."""
     if not value.is_valid or not _holds_bytes(value.type):
         return value.as_py()
     if isinstance(value, pa.StructScalar):
@@ -120,8 +120,8 @@ def _without_media(value: pa.Scalar) -> Any:
 
 
 def _probes(content: pa.Buffer) -> tuple[int, list[bytes]]:
-    """Return the size of a byte string and some of its bytes, which include the first and the last. If it has at most
-    1024 bytes, these are all of them. Bytes between probes are not copied."""
+    """Return the size of a byte string and its probes. The first probe is at its start and the last one at its end. A
+    byte string of at most 1,024 bytes is covered completely. Only the probes are copied."""
     last = max(0, content.size - PROBE_SIZE)  # position of the last probe
     starts = [last * i // (MEDIA_PROBES - 1) for i in range(MEDIA_PROBES)]
     return content.size, [content[start : start + PROBE_SIZE].to_pybytes() for start in starts]

@@ -103,9 +103,10 @@ class Serving:
 def warn_about_sampling(args: "ExplorationConfig") -> None:
     """Warn about options of vLLM that harm a run without an error."""
     options: dict[str, Any] = args.generation_kwargs or {}
-    # vLLM gets the fields of the configuration, and `generation_kwargs` replace them.
+    # In a request to vLLM, an option of `generation_kwargs` replaces the field of the same name.
     used = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p, **options}
-    cuts = {"top_p": used["top_p"] < 1, "top_k": used["top_k"] > 0, "min_p": bool(used["min_p"])}
+    # None, like the neutral value, truncates nothing.
+    cuts = {"top_p": (used["top_p"] or 1) < 1, "top_k": (used["top_k"] or 0) > 0, "min_p": bool(used["min_p"])}
     if args.vllm_importance_sampling_correction and any(cuts.values()):
         named = ", ".join(f"`{name}={used[name]}`" for name, cut in cuts.items() if cut)
         warnings.warn(

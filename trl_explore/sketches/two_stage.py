@@ -128,7 +128,8 @@ class TwoStage(Mode):
 
     @property
     def _most_tokens(self) -> int | None:
-        """Maximum number of tokens of a completion. As in TRL, `generation_kwargs` replace `max_completion_length`."""
+        """Maximum number of tokens of a completion. As in TRL, it is `max_new_tokens` in `generation_kwargs`, or else
+        `max_completion_length`."""
         return (self.args.generation_kwargs or {}).get("max_new_tokens", self.max_completion_length)
 
     def rows_with_other_context(self, num_rows: int) -> list[int]:
