@@ -302,10 +302,10 @@ EVALUATED = dict(boards=[BOARDS[0]] * 2, eval_strategy="steps", eval_steps=1)
 EVALUATED |= dict(num_generations_eval=2, per_device_eval_batch_size=4)
 
 
-@pytest.mark.parametrize("place", ["reward", "l d r u"])
-def test_the_run_survives_environments_in_which_the_model_always_fails(tmp_path, voice, monkeypatch, place):
+@pytest.mark.parametrize(("place", "error"), [("reward", ValueError), ("l d r u", NameError)])
+def test_the_run_survives_environments_in_which_the_model_always_fails(tmp_path, voice, monkeypatch, place, error):
     monkeypatch.setattr(Lake, "breaks", place.split())
-    monkeypatch.setattr(Lake, "error", ValueError)  # a wrong call of the model can raise it
+    monkeypatch.setattr(Lake, "error", error)  # a wrong call of the model, or its code, can raise it
     voice(stops=0)
     trainer = agent(tmp_path, **EVALUATED)
     with pytest.warns(UserWarning, match="agent/environment_errors"):

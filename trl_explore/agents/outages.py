@@ -42,7 +42,20 @@ UNKNOWN_HOST = (socket.EAI_NONAME, socket.EAI_NODATA)  # of `socket.gaierror`: t
 SOCKET_MODULES = ("socket", "ssl")  # a timeout that is raised in one of these modules is a timeout of a connection
 
 # A wrong argument, or code that the model wrote, can raise these.
-MISTAKES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, SyntaxError, subprocess.SubprocessError)
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    subprocess.SubprocessError,
+)
 
 
 def is_outage(error: BaseException) -> bool:

@@ -44,10 +44,14 @@ def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -
     length = args.context_length or model_length or math.inf
     if policy.serving is not None:
         length = min(length, policy.serving.backend.max_served_length or math.inf)
-    if length - max(longest_sketch, args.max_completion_length or 0) < 1:
+    most, name = args.max_completion_length, f"max_completion_length={args.max_completion_length}"
+    options = args.generation_kwargs or {}
+    if "max_new_tokens" in options:  # TRL prefers this limit
+        most = options["max_new_tokens"]
+        name = f"generation_kwargs={{'max_new_tokens': {most}}}"
+    if length - max(longest_sketch, most or 0) < 1:
         raise ValueError(
-            f"`max_sketch_length={args.max_sketch_length}` and "
-            f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
+            f"`max_sketch_length={args.max_sketch_length}` and `{name}` leave no room for a prompt in a context of "
             f"{length} tokens: lower them, or set `context_length` if the model has more."
         )
     return length
