@@ -90,16 +90,8 @@ class Uncopyable(Lake):
         super().__init__()
         self.lock, self.count = threading.Lock(), 0
 
+    @as_lake_moves
     def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
         self.count += 1
         return super().move(direction) + ("abcdefgh"[self.count % 8] if self.moody else "")
 
@@ -182,6 +174,11 @@ def kept_branches(trainer, monkeypatch):
     return output, sampled, trainer.branch_explorer._kept
 
 
+def all_branches(sampled):
+    """Those of all rounds that `kept_branches` tells."""
+    return [branch for _, found in sampled for branch in found]
+
+
 def answers_of_tools(messages):
     return [message["content"] for message in messages if message["role"] == "tool"]
 
@@ -209,42 +206,33 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("own", [OFF, dict(success_threshold=1.0)], ids=["no branches", "none kept"])
-def test_without_a_kept_branch_it_is_grpo_bit_for_bit(tmp_path, options, own):
+def test_without_a_kept_branch_it_is_grpo_bit_for_bit(tmp_path, options):
     def half(completion_ids, **columns):  # something to learn, but no success
         return [0.5 * (ids[0] % 2) for ids in completion_ids]
 
-    runs = []
-    for cls, config, knobs in ((GRPOTrainer, GRPOConfig, {}), (BranPOTrainer, BranPOConfig, own)):
-        runs.append(trained(cls, config, tmp_path, **options, **knobs, reward_funcs=[half]))
-    assert_same(runs[1][0], runs[0][0])
-    for got, expected in zip(runs[1][1], runs[0][1], strict=True):
-        same = [key for key in expected if "time" not in key and "second" not in key]
-        assert {key: got[key] for key in same} == {key: expected[key] for key in same}
+    options = dict(options, reward_funcs=[half])
+    expected, expected_log = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    for own in (OFF, dict(success_threshold=1.0)):  # no branches, or none is kept
+        found, log = trained(BranPOTrainer, BranPOConfig, tmp_path, **options, **own)
+        assert_same(found, expected)
+        for got, wanted in zip(log, expected_log, strict=True):
+            same = [key for key in wanted if "time" not in key and "second" not in key]
+            assert {key: got[key] for key in same} == {key: wanted[key] for key in same}
 
 
-@pytest.mark.parametrize("own", [OFF, dict(success_threshold=0.9)], ids=["no branches", "none kept"])
-def test_agents_without_a_kept_branch_are_grpo_bit_for_bit(tmp_path, voice, own):
+def test_agents_without_a_kept_branch_are_grpo_bit_for_bit(tmp_path, voice):
     def half(environments, **columns):
         return [0.5 * (environment.episode.steps % 2) for environment in environments]
 
-    runs = []
-    for cls, config, knobs in ((GRPOTrainer, GRPOConfig, {}), (BranPOTrainer, BranPOConfig, own)):
+    def learned(cls, config, **own):
         voice()
-        trainer = make(cls, config, tmp_path, reward_funcs=[half], max_steps=3, **knobs)
+        trainer = make(cls, config, tmp_path, reward_funcs=[half], max_steps=3, **own)
         trainer.train()
-        runs.append(parameters(trainer))
-    assert_same(runs[1], runs[0])
+        return parameters(trainer)
 
-
-def test_branches_change_what_is_learned(tmp_path, voice):
-    runs = []
-    for knobs in (OFF, {}):
-        voice()
-        trainer = agent(tmp_path, **knobs)
-        trainer.train()
-        runs.append(parameters(trainer))
-    assert differ(*runs)
+    expected = learned(GRPOTrainer, GRPOConfig)
+    for own in (OFF, dict(success_threshold=0.9)):  # no branches, or none is kept
+        assert_same(learned(BranPOTrainer, BranPOConfig, **own), expected)
 
 
 # ------------------------------------------------------------------------------------------------ where it is left
@@ -255,9 +243,8 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
     speaker = voice()
     trainer = agent(tmp_path, branch_selection=selection)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
-    tokenizer = trainer._tokenizer
     said = {(tuple(context), tuple(ours)) for call in speaker.calls for context, ours in call}
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     assert len(branches) >= 8 and kept
     for branch in branches:
         original = trainer.trajectories[branch.row]
@@ -267,32 +254,12 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
             ids = original.prompt_ids + branch.completion_ids
             first = len(original.prompt_ids) + start
             assert (tuple(ids[:first]), tuple(ids[first : len(original.prompt_ids) + end])) in said
-        # The game of the branch is the one that its text tells, from the first move on.
-        moves = re.findall(r"!move:direction=(\w)", tokenizer.decode(branch.completion_ids))
-        game = Lake()
-        game.reset(trainer.main_examples[branch.row]["board"])
-        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        assert told == [game.move(move) for move in moves[: len(told)]] and branch.steps == game.episode.steps
-        text = tokenizer.decode(branch.completion_ids)
+        told, (answers, game) = answers_of_tools(branch.messages), answers_of_a_fresh_game(trainer, branch)
+        assert told == answers and branch.steps == game.episode.steps
+        text = trainer._tokenizer.decode(branch.completion_ids)
         assert all(answer in text for answer in told) and text.count("<u>") == len(told)
     for main, example in zip(trainer.environments, trainer.trajectories, strict=True):  # which nobody has touched
-        assert main.episode.steps == sum(message["role"] == "tool" for message in example.messages)
-
-
-@pytest.mark.parametrize(
-    "factory, way", [(OwnState, "auto"), (OwnState, "replay"), (Uncopyable, "auto"), (Lake, "replay")]
-)
-@pytest.mark.parametrize("selection", ["tail", "random"])
-def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way, selection):
-    voice()
-    first = agent(tmp_path, branch_selection=selection)
-    first.train()
-    voice()
-    second = agent(tmp_path, factory=factory, environment_state=way, branch_selection=selection)
-    assert second.forks.states._kinds == {None: "snapshot" if factory is OwnState and way == "auto" else "replay"}
-    assert sorted(second.tools[0].__name__ for _ in range(1)) == ["move"] and len(second.tools) == 1
-    second.train()
-    assert_same(parameters(second), parameters(first))
+        assert main.episode.steps == len(answers_of_tools(example.messages))
 
 
 class Remote(Lake):
@@ -309,16 +276,8 @@ class Remote(Lake):
     def reset(self, board, prompt="", **columns):
         self.session = self.ask(board=board)
 
+    @as_lake_moves
     def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
         return self.ask(session=self.session, direction=direction)
 
     @property
@@ -364,31 +323,63 @@ def remote(monkeypatch):
 
 def wrong_branches(trainer, sampled):
     """How many branches were answered otherwise than the game that their text tells, and how many there are."""
-    wrong = []
-    for branch in (branch for _, found in sampled for branch in found):
-        moves = re.findall(r"!move:direction=(\w)", trainer._tokenizer.decode(branch.completion_ids))
-        game = Lake()
-        game.reset(trainer.main_examples[branch.row]["board"])
-        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        wrong.append(told != [game.move(move) for move in moves[: len(told)]])
+    branches = all_branches(sampled)
+    wrong = [answers_of_tools(branch.messages) != answers_of_a_fresh_game(trainer, branch)[0] for branch in branches]
     return sum(wrong), len(wrong)
+
+
+class Locked(Lake):
+    """Can be copied before its first `reset` and not after."""
+
+    def reset(self, board, prompt="", **columns):
+        self.lock = threading.Lock()
+        return super().reset(board, prompt)
+
+
+class Waiting(Uncopyable):
+    """Its tool waits, and it can only be replayed."""
+
+    @as_lake_moves
+    async def move(self, direction: str) -> str:
+        await asyncio.sleep(0)
+        return Lake.move(self, direction)
+
+
+WAYS = [
+    (OwnState, "auto", "snapshot"),
+    (OwnState, "replay", "replay"),
+    (Uncopyable, "auto", "replay"),
+    (Lake, "replay", "replay"),
+    (Waiting, "auto", "replay"),
+    (Locked, "auto", "replay"),
+    (Remote, "auto", "replay"),  # warns: see below
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*of a Remote that went back")
+@pytest.mark.parametrize("selection", ["tail", "random"])
+def test_all_ways_to_go_back_give_the_same(tmp_path, voice, remote, selection):
+    voice()
+    copied = agent(tmp_path, branch_selection=selection)
+    copied.train()
+    assert copied.forks.states._kinds == {None: "copy"}
+    for factory, way, kind in WAYS:
+        voice()
+        trainer = agent(tmp_path, factory=factory, environment_state=way, branch_selection=selection)
+        assert [tool.__name__ for tool in trainer.tools] == ["move"]
+        trainer.train()
+        assert trainer.forks.states._kinds == {None: kind}, factory
+        assert_same(parameters(trainer), parameters(copied))
 
 
 def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatch, remote):
     voice()
-    first = agent(tmp_path)
-    first.train()
-    voice()
-    second = agent(tmp_path, factory=Remote)
-    with pytest.warns(UserWarning, match=r"`move` of a Remote that went back .* by copy answered .*Branches replay"):
-        second.train()
-    assert second.forks.states._kinds == {None: "replay"}
-    assert_same(parameters(second), parameters(first))
-    voice()
-    third = agent(tmp_path, factory=Remote)
-    with pytest.warns(UserWarning, match="session"):
-        _, sampled, _ = kept_branches(third, monkeypatch)
-    wrong, number = wrong_branches(third, sampled)
+    trainer = agent(tmp_path, factory=Remote)
+    noticed = r"`move` of a Remote that went back .* by copy answered .*Branches replay"
+    with pytest.warns(UserWarning, match=noticed) as said:
+        _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert any("session" in str(warning.message) for warning in said)
+    wrong, number = wrong_branches(trainer, sampled)
     assert wrong == 0 and number >= 8
 
 
@@ -407,16 +398,8 @@ def test_a_snapshot_that_later_moves_change_is_noticed(tmp_path, voice):
             self.moves = []
             return super().reset(board, prompt)
 
+        @as_lake_moves
         def move(self, direction: str) -> str:
-            """
-            Moves.
-
-            Args:
-                direction: Where to.
-
-            Returns:
-                The board.
-            """
             self.moves.append(direction)
             return super().move(direction) + str(len(self.moves))
 
@@ -433,23 +416,7 @@ def test_a_snapshot_that_later_moves_change_is_noticed(tmp_path, voice):
     assert trainer.forks.states._kinds == {None: "snapshot"}
 
 
-class Locked(Lake):
-    """Can be copied before its first `reset` and not after."""
-
-    def reset(self, board, prompt="", **columns):
-        self.lock = threading.Lock()
-        return super().reset(board, prompt)
-
-
-def test_what_reset_makes_decides_whether_an_environment_can_be_copied(tmp_path, voice):
-    voice()
-    first = agent(tmp_path)
-    first.train()
-    voice()
-    second = agent(tmp_path, factory=Locked)
-    second.train()
-    assert second.forks.states._kinds == {None: "replay"}
-    assert_same(parameters(second), parameters(first))
+def test_a_copy_that_is_asked_for_and_cannot_be_made_is_an_error(tmp_path, voice):
     voice()
     with pytest.raises(RuntimeError, match="the state of a Locked could not be kept"):
         agent(tmp_path, factory=Locked, environment_state="copy").train()
@@ -459,16 +426,8 @@ def test_states_that_answered_as_before_are_trusted(tmp_path, voice, monkeypatch
     class Counting(Lake):
         calls = 0
 
+        @as_lake_moves
         def move(self, direction: str) -> str:
-            """
-            Moves.
-
-            Args:
-                direction: Where to.
-
-            Returns:
-                The board.
-            """
             Counting.calls += 1
             return super().move(direction)
 
@@ -478,9 +437,9 @@ def test_states_that_answered_as_before_are_trusted(tmp_path, voice, monkeypatch
     for _ in range(2):
         Counting.calls = 0
         _, sampled, _ = kept_branches(trainer, monkeypatch)
-        told = sum(message["role"] == "tool" for t in trainer.trajectories for message in t.messages)
-        branches = [branch for _, found in sampled for branch in found]
-        own = sum(sum(message["role"] == "tool" for message in b.messages) - b.turn for b in branches)
+        told = sum(len(answers_of_tools(trajectory.messages)) for trajectory in trainer.trajectories)
+        branches = all_branches(sampled)
+        own = sum(len(answers_of_tools(branch.messages)) - branch.turn for branch in branches)
         spent.append(Counting.calls - told - own)
     assert 8 <= spent[0] <= 2 * 4 * 8 and spent[1] == 0  # eight trajectories, twice, at most four calls each
 
@@ -501,7 +460,7 @@ def test_copies_by_a_method_of_the_environment_are_guarded(tmp_path, voice, monk
     trainer = agent(tmp_path, factory=Rebuilt)
     with pytest.warns(UserWarning, match="no referee"):
         _, sampled, _ = kept_branches(trainer, monkeypatch)
-    assert any(branch.steps > 2 and branch.complete for _, found in sampled for branch in found)
+    assert any(branch.steps > 2 and branch.complete for branch in all_branches(sampled))
 
 
 def test_a_replay_that_ends_elsewhere_stops_the_run(tmp_path, voice, monkeypatch):
@@ -512,63 +471,31 @@ def test_a_replay_that_ends_elsewhere_stops_the_run(tmp_path, voice, monkeypatch
         trainer.train()
 
 
-class Waiting(Uncopyable):
-    """Its tool waits, and it can only be replayed."""
-
-    async def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
-        await asyncio.sleep(0)
-        return Lake.move(self, direction)
-
-
-def test_tools_that_wait_are_replayed(tmp_path, voice):
-    voice()
-    first = agent(tmp_path)
-    first.train()
-    voice()
-    second = agent(tmp_path, factory=Waiting)
-    second.train()
-    assert_same(parameters(second), parameters(first))
-
-
 def test_every_environment_keeps_its_state_in_its_own_way(tmp_path, voice, monkeypatch):
+    rewarded = []
+
+    def noting(environments, **columns):
+        rewarded.extend(type(environment) for environment in environments)
+        return odd_steps(environments)
+
     voice()
-    trainer = agent(tmp_path, factory={"own": OwnState, "plain": Lake, "waiting": Waiting}, kinds=["own", "waiting"])
+    kinds = {"own": OwnState, "plain": Lake, "waiting": Waiting}
+    trainer = agent(tmp_path, factory=kinds, kinds=["own", "waiting"], reward_funcs=[noting])
     assert trainer.forks.states._kinds == {"own": "snapshot", "plain": "copy", "waiting": "replay"}
     _, sampled, _ = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
-    names = {type(branch.environment).__name__ for branch in branches}
-    assert names == {"OwnState", "Waiting"}
+    branches = all_branches(sampled)
+    assert {type(branch.environment).__name__ for branch in branches} == {"OwnState", "Waiting"}
     for branch in branches:
-        assert branch.steps == sum(message["role"] == "tool" for message in branch.messages)
-
-
-def test_reward_functions_meet_environments_of_the_users_classes(tmp_path, voice):
-    seen = []
-
-    def of_type(environments, **columns):
-        seen.extend(type(environment) for environment in environments)
-        return [float(environment.episode.steps % 2) for environment in environments]
-
-    voice()
-    trainer = agent(tmp_path, factory={"own": OwnState, "plain": Lake}, kinds=["own", "plain"], reward_funcs=[of_type])
-    one_batch(trainer)
-    assert len(seen) > 8 and set(seen) == {OwnState, Lake}  # in the batch and in its branches
+        assert branch.steps == len(answers_of_tools(branch.messages))
+    # Reward functions get environments of the user's classes, in the batch and in its branches.
+    assert len(rewarded) > 8 and set(rewarded) == {OwnState, Waiting}
 
 
 def test_no_branch_plays_longer_than_a_trajectory_may(tmp_path, voice, monkeypatch):
     voice(stops=0.05)
     trainer = agent(tmp_path, max_tool_calling_iterations=3)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     rounds = [branch.steps for branch in branches]
     assert max(rounds) == 3 and all(len(turns(b.loss_mask)) == r + 1 for b, r in zip(branches, rounds, strict=True))
     at_limit = [b for b in branches if b.messages[-1].get("tool_calls")]
@@ -581,7 +508,7 @@ def test_calls_of_unknown_tools_count_as_interactions(tmp_path, voice, monkeypat
     speaker.answer = lambda: f"!{'move' if torch.rand(()) < 0.5 else 'jump'}:direction={LETTERS[torch.randint(4, ())]}"
     trainer = agent(tmp_path, max_tool_calling_iterations=3)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     assert len(branches) >= 8 and not kept  # nobody ever comes to an end
     assert {len(turns(branch.loss_mask)) for branch in branches} == {4}
     assert all(branch.messages[-1].get("tool_calls") and branch.loss_mask[-1] for branch in branches)
@@ -682,7 +609,7 @@ def test_advantages_stay_small_if_all_main_rows_of_a_batch_have_one_reward(tmp_p
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-@pytest.mark.parametrize("steps, drop", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("steps, drop", [(1, False), (2, True)])
 def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss_type, steps, drop):
     """One step of plain gradient descent against the loss written out over all rows."""
     voice()
@@ -828,7 +755,7 @@ def test_branches_of_broken_environments_are_discarded(tmp_path, voice, monkeypa
     trainer = agent(tmp_path)
     with pytest.warns(UserWarning, match="no ice to the r"):
         _, sampled, kept = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     broken = [b for b in branches if "direction=r" in trainer._tokenizer.decode(b.completion_ids[b.start :])]
     assert broken and not any(branch.complete for branch in broken)
     failed = {row for row, failed in enumerate(trainer.turns.failed) if failed}
@@ -842,7 +769,7 @@ def test_branches_that_lose_their_judge_are_discarded(tmp_path, voice, monkeypat
     voice()
     trainer = agent(tmp_path, factory=Judged)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     lost = [branch for branch in branches if environment_error(branch.environment) is not None]
     assert kept and len(lost) > 4 and not {*map(id, lost)} & {*map(id, kept.values())}
     cut_off = [branch for branch in branches if not branch.complete]
@@ -857,7 +784,7 @@ def test_main_rows_that_lose_their_judge_get_no_branches(tmp_path, voice, monkey
     with pytest.warns(UserWarning, match="an environment raised ConnectionError: no judge"):
         _, sampled, _ = kept_branches(trainer, monkeypatch)
     assert trainer.turns.failed == [True, False] * 4
-    assert {branch.row for _, found in sampled for branch in found} == {1, 3, 5, 7}
+    assert {branch.row for branch in all_branches(sampled)} == {1, 3, 5, 7}
 
 
 def search(query: str) -> str:
@@ -903,8 +830,7 @@ def test_tools_without_state(tmp_path, voice, monkeypatch):
     assert kept
     for branch in kept.values():
         calls = re.findall(r"!search:query=(\w)", trainer._tokenizer.decode(branch.completion_ids))
-        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        assert told == [f"about {letter}" for letter in calls]
+        assert answers_of_tools(branch.messages) == [f"about {letter}" for letter in calls]
 
 
 @pytest.mark.parametrize("tool, reward", [("search", 1.0), ("seek", -0.5)])
@@ -921,35 +847,14 @@ def test_the_search_reward_knows_what_trl_says_of_unknown_tools(tmp_path, voice,
     assert search_reward([completion], ["Paris"]) == [reward]
 
 
-def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
-    monkeypatch.setattr(search, "down", False, raising=False)
-    options = dict(max_steps=4, max_tool_calling_iterations=3, save_strategy="steps", save_steps=100)
-    trainer = with_tools(tmp_path, voice(), **options)
-    step = trainer.training_step
-
-    def dies_after_two(*args, **kwargs):
-        result = step(*args, **kwargs)
-        search.down = trainer.state.global_step == 1
-        return result
-
-    trainer.training_step = dies_after_two
-    with pytest.raises(
-        RuntimeError, match="every tool call .* raised .* ConnectionError: connection refused.*checkpoint-2'"
-    ):
-        trainer.train()
-    search.down = False
-    again = with_tools(tmp_path, voice(), **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.state.global_step == 4
-
-
 def test_a_service_that_dies_in_the_middle_of_a_step_loses_only_this_step(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(search, "down", False, raising=False)
     options = dict(max_steps=4, max_tool_calling_iterations=3, save_strategy="steps", save_steps=100)
     options |= dict(gradient_accumulation_steps=2, steps_per_generation=1)
     trainer = with_tools(tmp_path, voice(), **options)
     trained = count_batches(trainer, lambda number: setattr(search, "down", number == 5))
-    with pytest.raises(RuntimeError, match="checkpoint-2'"):
+    stopped = "every tool call .* raised .* ConnectionError: connection refused.*checkpoint-2'"
+    with pytest.raises(RuntimeError, match=stopped):
         trainer.train()
     assert len(trained) == 5  # the third step has one batch of two
     search.down = False
@@ -973,23 +878,17 @@ def count_batches(trainer, then=lambda number: None):
     return trained
 
 
-def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatch):
-    monkeypatch.setattr(search, "down", True, raising=False)
-    monkeypatch.setattr(search, "error", ValueError)
-    trainer = with_tools(tmp_path, voice(), max_tool_calling_iterations=2, max_steps=1)
-    trainer.train()
-    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1.0
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, IsADirectoryError, TimeoutError, OSError])
-def test_a_wrong_path_in_every_call_does_not_stop_the_run(tmp_path, voice, monkeypatch, error):
+@pytest.mark.parametrize("error", [FileNotFoundError, TimeoutError, OSError, ValueError])
+def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatch, error):
     monkeypatch.setattr(search, "down", True, raising=False)
     monkeypatch.setattr(search, "error", error)
     trainer = with_tools(tmp_path, voice(), max_tool_calling_iterations=2, max_steps=2)
-    with pytest.warns(
-        UserWarning, match=f"every tool call .* {error.__name__}: connection refused. The model was sho"
-    ):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         trainer.train()
+    told = f"every tool call .* {error.__name__}: connection refused. The model was sho"
+    warned = [warning for warning in said if re.search(told, str(warning.message))]
+    assert bool(warned) == (error is not ValueError)  # which says that the arguments are wrong
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert [log["tools/failure_frequency"] for log in logs] == [1.0, 1.0]
 
@@ -1050,16 +949,8 @@ class Served(Uncopyable):
         self._ask_server("reset")
         return super().reset(board, prompt)
 
+    @as_lake_moves
     def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
         self._ask_server("move")
         return super().move(direction)
 
@@ -1115,7 +1006,7 @@ def test_a_replay_that_loses_its_service_drops_its_branch_and_not_the_run(tmp_pa
     voice(stops=0.1)
     trainer = agent(tmp_path, factory=Served, reward_funcs=[lose_service])
     _, sampled, kept = kept_branches(trainer, monkeypatch)
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     assert len(branches) >= 8 and not any(trainer.turns.failed)
     lost = [branch for branch in branches if environment_error(branch.environment) is not None]
     assert lost and (method == "move" or len(lost) == len(branches))
@@ -1124,17 +1015,9 @@ def test_a_replay_that_loses_its_service_drops_its_branch_and_not_the_run(tmp_pa
 
 def test_limits_of_interaction_come_in_stages(tmp_path, voice, monkeypatch):
     voice(stops=0)
-    trainer = agent(
-        tmp_path,
-        max_tool_calling_iterations=None,
-        interaction_limits=[1, 3],
-        interaction_limit_steps=[2],
-        eval_interaction_limit=2,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=1,
-        redundancy_tries=0,
-    )
+    limits = dict(interaction_limits=[1, 3], interaction_limit_steps=[2], eval_interaction_limit=2)
+    options = dict(max_tool_calling_iterations=None, max_steps=4, eval_strategy="steps", eval_steps=1)
+    trainer = agent(tmp_path, redundancy_tries=0, **limits, **options)
     trainer.train()
     logs = trainer.state.log_history
     assert [log["agent/turns"] for log in logs if "agent/turns" in log] == [2, 2, 4, 4]
@@ -1146,7 +1029,7 @@ def test_metrics(tmp_path, voice, monkeypatch):
     trainer = agent(tmp_path, redundancy_tries=0)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    branches = [branch for _, found in sampled for branch in found]
+    branches = all_branches(sampled)
     spoken = sum(len(said) for call in speaker.calls for _, said in call)
     main = sum(sum(trajectory.loss_mask) for trajectory in trainer.trajectories)
     assert metrics["branch/sampled_tokens"] == spoken - main > 0
@@ -1162,17 +1045,18 @@ def test_metrics(tmp_path, voice, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(steps_per_generation=4, max_steps=7),
-        dict(num_iterations=2, steps_per_generation=2, max_steps=7),
-        dict(branch_selection="random", steps_per_generation=4, max_steps=7),
+        dict(steps_per_generation=4),
+        dict(num_iterations=2, steps_per_generation=2),
+        dict(branch_selection="random", steps_per_generation=4),
     ],
     ids=["off a boundary", "two iterations", "random"],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, voice, options):
     voice()
-    whole = agent(tmp_path, save_strategy="steps", save_steps=2, boards=BOARDS * 4, **options)
+    options = dict(options, max_steps=7, boards=BOARDS * 4)
+    whole = agent(tmp_path, save_strategy="steps", save_steps=2, **options)
     whole.train()
-    again = agent(tmp_path, boards=BOARDS * 4, **options)
+    again = agent(tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(parameters(again), parameters(whole))
 
@@ -1245,7 +1129,7 @@ def test_an_environment_without_tools_scores_single_turns(tmp_path, voice, monke
     with pytest.warns(UserWarning, match="with tools: every completion is one turn"):
         trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
     _, sampled, _ = kept_branches(trainer, monkeypatch)
-    assert {type(branch.environment) for _, found in sampled for branch in found} == {Silent}
+    assert {type(branch.environment) for branch in all_branches(sampled)} == {Silent}
 
 
 def test_a_model_that_says_anything_is_trained(tmp_path):
@@ -1262,20 +1146,14 @@ def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
     from trl_explore.tasks.multihop import MULTI_HOP
     from trl_explore.tasks.warm_start import warm_start
 
+    sizes = dict(per_device_train_batch_size=32, num_generations=4, max_steps=2, learning_rate=1e-4, beta=0.01)
+    limits = dict(
+        max_completion_length=MULTI_HOP.max_completion_length, max_tool_calling_iterations=MULTI_HOP.max_searches
+    )
     trainer = BranPOTrainer(
         model=str(warm_start(MULTI_HOP, seed=0)),
         reward_funcs=MULTI_HOP.reward,
-        args=BranPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=32,
-            num_generations=4,
-            max_completion_length=MULTI_HOP.max_completion_length,
-            max_tool_calling_iterations=MULTI_HOP.max_searches,
-            max_steps=2,
-            learning_rate=1e-4,
-            beta=0.01,
-            **QUIET,
-        ),
+        args=BranPOConfig(output_dir=str(tmp_path), **sizes, **limits, **QUIET),
         train_dataset=MULTI_HOP.build_dataset(64, seed=0),
         environment_factory=MULTI_HOP.environment_factory,
     )
@@ -1295,19 +1173,9 @@ def test_the_example_runs_offline(tmp_path, monkeypatch):
     rows = [{"question": f"who is {name}", "answer": name} for name in "abcdefgh"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": row["question"]}) + "\n" for row in rows))
-    options = [
-        "--model_name_or_path",
-        "model",
-        "--use_cpu",
-        "--bf16",
-        "false",
-        "--max_steps",
-        "2",
-        "--report_to",
-        "none",
-    ]
-    options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
-    options += ["--max_completion_length", "32", "--output_dir", "out"]
+    options = "--model_name_or_path model --use_cpu --bf16 false --max_steps 2 --report_to none".split()
+    options += "--per_device_train_batch_size 4 --gradient_accumulation_steps 2".split()
+    options += "--max_completion_length 32 --output_dir out".split()
     own = ["--dataset_name", "data.jsonl", "--corpus", "corpus.jsonl", "--index", "index"]
     for more in (["--num_questions", "20"], own):
         run_example("branpo_search_agent.py", *options, *more, folder=tmp_path, monkeypatch=monkeypatch)

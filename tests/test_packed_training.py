@@ -283,14 +283,8 @@ def test_lora_checkpointing_and_bf16(tmp_path, options, tolerance):
     options = dict(SGD, **options)
     expected, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, **options)
     for budget in (None, 24):
-        got, log = trained(
-            SharingTrainer,
-            ExplorationConfig,
-            tmp_path,
-            shared_prefix_training="on",
-            packed_token_budget=budget,
-            **options,
-        )
+        packing = dict(shared_prefix_training="on", packed_token_budget=budget)
+        got, log = trained(SharingTrainer, ExplorationConfig, tmp_path, **packing, **options)
         assert_same(got, expected, tolerance=tolerance)
         assert (log[0]["packing/sequences"] > 1) == (budget is not None)
 

@@ -91,6 +91,7 @@ def test_a_resumed_epoch_has_its_own_order_of_prompts(tmp_path):
     assert epochs[0] != epochs[1] != epochs[2]
     assert resumed(tmp_path, 6)[1] == whole[3:]
     assert resumed(tmp_path, 8)[1] == whole[4:]
+    assert resumed(tmp_path, 5, ignore_data_skip=True)[1][:2] == whole[2:4]  # the epoch begins again
 
 
 def test_plain_grpo_repeats_its_first_epoch(tmp_path):
@@ -119,7 +120,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_is_followed_by_what_its_end_brings(
 
 def test_checkpoints_of_epochs_owe_nothing(tmp_path):
     options = dict(eval_strategy="epoch", eval_dataset=sums(4), save_strategy="epoch", per_device_eval_batch_size=8)
-    whole, _, trainer = run(tmp_path, **options)
+    whole, _, _ = run(tmp_path, **options)
     again, _, other = resumed(tmp_path, 8, **options)
     assert_same(again, whole)
     assert [log["step"] for log in other.state.log_history if "eval_loss" in log] == [4, 8, 12]
@@ -141,41 +142,30 @@ def test_the_loss_of_a_logging_interval_survives_a_resume(tmp_path):
     assert other.state.log_history[0]["reward"] == trainer.state.log_history[0]["reward"]
 
 
-def test_without_skipping_data_an_epoch_begins_again(tmp_path):
-    _, whole, _ = run(tmp_path)
-    assert resumed(tmp_path, 5, ignore_data_skip=True)[1][:2] == whole[2:4]
-
-
 def position(epoch, batches, ended=False, stopped=False):
     return dict(epoch=epoch, batches=batches, ended=ended, stopped=stopped)
 
 
 @pytest.mark.parametrize(
-    "at, expected",
+    ("at", "batches_per_epoch", "options", "expected"),
     [
-        (position(1, 3), (1, 3, False)),
-        (position(1, 4), (2, 0, True)),  # the last batch of an epoch, saved before its end was told
-        (position(1, 4, ended=True), (2, 0, False)),
-        (position(1, 3, ended=True), (2, 0, False)),  # a callback ended the epoch early
-        (position(1, 3, ended=True, stopped=True), (1, 3, False)),  # `max_steps` cut it
-        (position(1, 4, ended=True, stopped=True), (2, 0, False)),
-        (position(0, 0), (0, 0, False)),
+        (position(1, 3), 4, {}, (1, 3, False)),
+        (position(1, 4), 4, {}, (2, 0, True)),  # the last batch of an epoch, saved before its end was told
+        (position(1, 4, ended=True), 4, {}, (2, 0, False)),
+        (position(1, 3, ended=True), 4, {}, (2, 0, False)),  # a callback ended the epoch early
+        (position(1, 3, ended=True, stopped=True), 4, {}, (1, 3, False)),  # `max_steps` cut it
+        (position(1, 4, ended=True, stopped=True), 4, {}, (2, 0, False)),
+        (position(0, 0), 4, {}, (0, 0, False)),
+        # The last step of an epoch may have fewer batches.
+        (position(0, 6), 2, dict(batches_per_step=4), (1, 0, True)),
+        (position(0, 4), 2, dict(batches_per_step=4), (0, 4, False)),
+        # How long a stream is shows when it ends.
+        (position(0, 40), float("inf"), {}, (0, 40, False)),
+        # A finished run only tells the end of its epoch.
+        (position(2, 4), 4, dict(finished=True), (2, 4, True)),
+        (position(2, 3), 4, dict(finished=True), (2, 3, True)),
+        (position(2, 3, ended=True), 4, dict(finished=True), (2, 3, False)),
     ],
 )
-def test_where_a_resumed_run_goes_on(at, expected):
-    assert next_batch(at, 4, batches_per_step=1, finished=False) == expected
-
-
-def test_the_last_step_of_an_epoch_may_have_fewer_batches():
-    assert next_batch(position(0, 6), 2, batches_per_step=4, finished=False) == (1, 0, True)
-    assert next_batch(position(0, 4), 2, batches_per_step=4, finished=False) == (0, 4, False)
-
-
-def test_how_long_a_stream_is_shows_when_it_ends():
-    assert next_batch(position(0, 40), float("inf"), batches_per_step=1, finished=False) == (0, 40, False)
-
-
-def test_a_finished_run_only_tells_the_end_of_its_epoch():
-    assert next_batch(position(2, 4), 4, batches_per_step=1, finished=True) == (2, 4, True)
-    assert next_batch(position(2, 3), 4, batches_per_step=1, finished=True) == (2, 3, True)
-    assert next_batch(position(2, 3, ended=True), 4, batches_per_step=1, finished=True) == (2, 3, False)
+def test_where_a_resumed_run_goes_on(at, batches_per_epoch, options, expected):
+    assert next_batch(at, batches_per_epoch, **{"batches_per_step": 1, "finished": False, **options}) == expected

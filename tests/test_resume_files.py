@@ -197,12 +197,14 @@ def test_checkpoints_of_weights_alone_begin_files_anew(tmp_path, caplog, method,
         assert {json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()} == {1, 2}
 
 
-def test_tables_of_an_earlier_run_are_kept_apart(tmp_path):
-    options = dict(log_completions=True, num_completions_to_print=0, save_strategy="no")
-    run(BASE, tmp_path, **options)
-    run(BASE, tmp_path, **options, max_steps=1)
+def test_tables_of_an_earlier_run_are_kept_apart_and_its_checkpoints_are_told(tmp_path, caplog):
+    options = dict(log_completions=True, num_completions_to_print=0)
+    run(BASE, tmp_path, **options, max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        run(BASE, tmp_path, **options, max_steps=1, save_strategy="no")
     assert list(tables(tmp_path)) == ["completions_00001.parquet"]
-    assert len(tables(tmp_path / "_earlier-1")) == 3
+    assert len(tables(tmp_path / "_earlier-1")) == 2
+    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` uses it" in caplog.text
 
 
 def test_a_table_of_an_evaluation_before_training_is_of_this_run(tmp_path):
@@ -229,10 +231,3 @@ def test_solutions_to_start_from_are_not_moved_away(tmp_path):
     found = (tmp_path / name).read_text().splitlines()
     run(method, tmp_path, **options, save_strategy="no", replay_file=str(tmp_path / name), max_steps=1)
     assert set(found) <= set((tmp_path / name).read_text().splitlines()) and not list(tmp_path.glob("_*"))
-
-
-def test_checkpoints_of_an_earlier_run_are_told(tmp_path, caplog):
-    run(BASE, tmp_path, max_steps=2)
-    with caplog.at_level(logging.WARNING):
-        run(BASE, tmp_path, max_steps=1, save_strategy="no")
-    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` uses it" in caplog.text

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOConfig
 from world import differ, make_dataset, make_trainer, parameters
 
@@ -60,19 +59,13 @@ MANNERS = dict(checkpoint="out/checkpoint-6", skips_data=True, rollouts_in_use=T
 
 def test_only_what_matters_is_compared():
     assert THEN == dict(beta=0.0, num_generations=4, seed=3, shuffle_dataset=True, temperature=1.0)
-
-
-def test_without_shuffling_the_seed_moves_nothing():
-    assert "seed" not in compared_values(dict(seed=3, shuffle_dataset=False), [])
-
-
-def test_lists_and_tuples_are_the_same():
-    first = compared_values(dict(shuffle_dataset=False, seed=0, delimiters=(".", "\n")), [])
-    assert first == compared_values(dict(shuffle_dataset=False, seed=0, delimiters=[".", "\n"]), [])
-
-
-def test_nothing_is_said_where_nothing_changed():
     assert check_changes(THEN, THEN, **MANNERS) is None
+    # Without shuffling, the seed moves nothing. Lists and tuples are the same.
+    assert "seed" not in compared_values(dict(seed=3, shuffle_dataset=False), [])
+    first, second = (
+        compared_values(dict(shuffle_dataset=False, seed=0, delimiters=own), []) for own in ((".",), ["."])
+    )
+    assert first == second
 
 
 def test_what_moves_the_data_is_refused_with_both_values_and_the_remedy():
@@ -113,25 +106,25 @@ def test_the_table_names_fields_that_there_are():
 # ------------------------------------------------------------------------------------------------------ the trainers
 
 
-def test_learning_rate_steps_and_logging_change_without_a_word(tmp_path, caplog):
+def test_what_changed_of_the_method_is_told_in_one_line_and_what_is_free_is_not(tmp_path, caplog):
     written(DEEP, tmp_path)
     with caplog.at_level(logging.WARNING):
-        options = dict(learning_rate=1e-3, logging_steps=2, hard_states_file="hard.jsonl", log_completions=True)
-        assert gone_on(DEEP, tmp_path, **options).state.global_step == 6
-    assert "changed from" not in caplog.text
-
-
-def test_what_changed_of_the_method_is_told_in_one_line(tmp_path, caplog):
-    written(DEEP, tmp_path)
-    with caplog.at_level(logging.WARNING):
-        gone_on(
-            (DeepGRPOTrainer, DeepGRPOConfig, {**CUTS, "num_branches": 4, "depth_bias": 1.0}),
-            tmp_path,
-            temperature=0.5,
-        )
+        free = dict(learning_rate=1e-3, logging_steps=2, hard_states_file="hard.jsonl", log_completions=True)
+        assert gone_on(DEEP, tmp_path, **free).state.global_step == 6
+        assert "changed from" not in caplog.text
+        changed = {**CUTS, "num_branches": 4, "depth_bias": 1.0}
+        gone_on((DeepGRPOTrainer, DeepGRPOConfig, changed), tmp_path, temperature=0.5)
     (line,) = [record.message for record in caplog.records if "changed from" in record.message]
     for change in ("`temperature` changed from 1.0 to 0.5", "`num_branches` changed from 3 to 4", "`depth_bias`"):
         assert change in line
+    # What a composition keeps decides.
+    with pytest.raises(ValueError, match="was written by another DEEP-GRPO, which kept"):
+        gone_on((Counting, DeepGRPOConfig, CUTS), tmp_path)
+    # A new run may start from the weights.
+    new = make_trainer(*TREE[:2], tmp_path / "new", model=str(tmp_path / "checkpoint-4"), **TREE[2])
+    before = parameters(new)
+    new.train()
+    assert new.state.global_step == 3 and differ(parameters(new), before)
 
 
 MOVED = {
@@ -153,11 +146,18 @@ def plain(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("name", MOVED)
-def test_what_moves_the_data_is_refused_by_the_trainer(plain, name, step):
-    with pytest.raises(ValueError, match=f"`{name}` changed from .*checkpoint-{step} was written: prompts would be"):
-        gone_on(BASE, plain, step, **MOVED[name])
+def test_what_moves_the_data_is_refused_by_the_trainer(plain, name):
+    for step in (2, 4):
+        told = f"`{name}` changed from .*checkpoint-{step} was written: prompts would be"
+        with pytest.raises(ValueError, match=told):
+            gone_on(BASE, plain, step, **MOVED[name])
+
+
+def test_a_stream_instead_of_rows_is_refused(plain):
+    stream = make_dataset().to_iterable_dataset()
+    with pytest.raises(ValueError, match="`train_dataset` changed from '36 rows' to 'a stream'"):
+        gone_on(BASE, plain, train_dataset=stream)
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -182,22 +182,9 @@ PAIRS |= {"tree to g2rl": (TREE, G2RL), "sesa to g2rl": (SESA, G2RL), "deep to p
 def test_another_methods_checkpoint_is_refused_with_the_remedy(tmp_path, first, second):
     written(first, tmp_path, steps_per_generation=1, max_steps=2)
     one, other = first[0]._name, second[0]._name
-    with pytest.raises(
-        ValueError,
-        match=f"checkpoint-2 was written by {one}, whose state cannot be used by {other}: go "
-        "on with .*, or start a new run from its weights, with `model='.*checkpoint-2'`",
-    ):
+    told = f"checkpoint-2 was written by {one}, whose state cannot be used by {other}: go on with .*, or start a new "
+    with pytest.raises(ValueError, match=told + "run from its weights, with `model='.*checkpoint-2'`"):
         gone_on(second, tmp_path)
-
-
-def test_a_new_run_starts_from_the_weights_of_another_method(tmp_path):
-    written(G2RL, tmp_path)
-    trainer = make_trainer(
-        DeepGRPOTrainer, DeepGRPOConfig, tmp_path / "new", model=str(tmp_path / "checkpoint-4"), **CUTS
-    )
-    before = parameters(trainer)
-    trainer.train()
-    assert trainer.state.global_step == 3 and differ(parameters(trainer), before)
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -211,12 +198,6 @@ def test_a_method_goes_on_from_plain_grpo_and_starts_fresh(plain, caplog, step):
 class Counting(DeepGRPOTrainer):
     def exploration_state(self):
         return {**super().exploration_state(), "count": 3}
-
-
-def test_what_a_composition_keeps_decides(tmp_path):
-    written(DEEP, tmp_path)
-    with pytest.raises(ValueError, match="was written by another DEEP-GRPO, which kept"):
-        gone_on((Counting, DeepGRPOConfig, CUTS), tmp_path)
 
 
 def test_deferred_branches_may_be_switched(tmp_path, caplog):
@@ -239,9 +220,3 @@ def test_a_state_of_another_format_is_refused_with_one_sentence(tmp_path):
         torch.save(content, file)
         with pytest.raises(ValueError, match=rf"has format {number}, and this version reads format 2: .*`model="):
             gone_on(BASE, tmp_path)
-
-
-def test_a_stream_instead_of_rows_is_refused(plain):
-    stream = Dataset.from_dict(make_dataset().to_dict()).to_iterable_dataset()
-    with pytest.raises(ValueError, match="`train_dataset` changed from '36 rows' to 'a stream'"):
-        gone_on(BASE, plain, train_dataset=stream)

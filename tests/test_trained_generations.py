@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
-from test_branpo import make as make_agent_of
 from test_credit_trainers import odd
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, never, one_batch, parameters, tiny_methods, trained
@@ -19,12 +18,8 @@ from trl_explore.credit.normalised import normalised
 from trl_explore.rows.streams import LOSS_NORMALISERS
 from trl_explore.selection.variance import largest_variance
 from trl_explore.trainers import (
-    AgentTreeGRPOConfig,
-    AgentTreeGRPOTrainer,
     AutoExploreConfig,
     AutoExploreTrainer,
-    BranPOConfig,
-    BranPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
 )
@@ -55,16 +50,11 @@ def test_no_other_rows_have_a_larger_variance(rewards, number):
     assert variance(chosen) == pytest.approx(best)
 
 
-def test_each_group_is_on_its_own():
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0], [5.0, 5.0, 1.0, 5.0]])
-    mask = largest_variance(rewards, 2, random=Random(0))
-    assert mask[0, 1] and mask[1, 2] and mask.sum(dim=1).tolist() == [2, 2]
-
-
-def test_rows_without_a_reward_come_last():
+def test_rows_without_a_reward_come_last_and_each_group_is_on_its_own():
     assert largest_variance(torch.tensor([[nan, 1.0, nan, 1.0]]), 2, random=Random(0)).tolist() == [[0, 1, 0, 1]]
-    mask = largest_variance(torch.tensor([[nan, 1.0, nan, nan]]), 2, random=Random(0))
-    assert mask.sum() == 2 and mask[0, 1]
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0], [5.0, 5.0, 1.0, 5.0], [nan, 1.0, nan, nan]])
+    mask = largest_variance(rewards, 2, random=Random(0))
+    assert mask[0, 1] and mask[1, 2] and mask[2, 1] and mask.sum(dim=1).tolist() == [2, 2, 2]
 
 
 def test_of_equal_rows_random_ones_are_taken():
@@ -109,24 +99,15 @@ def test_the_gradient_is_that_of_the_trained_rows(tmp_path, loss_type):
     tokens = int(output["completion_mask"].sum())
     assert (output["num_items_in_batch"] == tokens).all()
     loss = trainer._compute_loss(trainer.model, output)
-    plain = make_trainer(
-        GRPOTrainer,
-        GRPOConfig,
-        tmp_path,
-        reward_funcs=odd,
-        loss_type=loss_type,
-        num_generations=4,
-        per_device_train_batch_size=8,
-    )
+    sizes = dict(num_generations=4, per_device_train_batch_size=8)
+    plain = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd, loss_type=loss_type, **sizes)
     plain.current_gradient_accumulation_steps = trainer.current_gradient_accumulation_steps = 1
     torch.testing.assert_close(plain._compute_loss(plain.model, output), loss)
 
 
 CASES = {
     "plain": {},
-    "several micro-batches": dict(
-        gradient_accumulation_steps=2, steps_per_generation=4, per_device_train_batch_size=4
-    ),
+    "micro-batches": dict(gradient_accumulation_steps=2, steps_per_generation=4, per_device_train_batch_size=4),
     "iterations": dict(num_iterations=2),
     "beta": dict(beta=0.1),
     "lora": dict(peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)),
@@ -172,12 +153,9 @@ def test_untrained_rows_have_no_advantage_per_token_either(tmp_path):
 
 def test_rare_answers_are_counted_over_all_sampled_rows(tmp_path):
     def answers(prompts, trainer):
-        ids = [trainer._tokenizer.encode(str(place % 4)) for place in range(len(prompts))]
-        return {
-            "prompt_ids": [trainer._tokenizer.encode("1+1") for _ in prompts],
-            "completion_ids": ids,
-            "logprobs": None,
-        }
+        encode = trainer._tokenizer.encode
+        ids = [encode(str(place % 4)) for place in range(len(prompts))]
+        return {"prompt_ids": [encode("1+1") for _ in prompts], "completion_ids": ids, "logprobs": None}
 
     options = dict(count_bonus=0.2, rollout_func=answers, reward_funcs=odd, **ROWS)
     trainer = make_trainer(*OURS, tmp_path, trained_generations=2, **options)
@@ -242,17 +220,10 @@ def test_methods_that_compare_all_rows_refuse_it(tmp_path, method):
         make_trainer(trainer_class, config_class, tmp_path, **{**own, "trained_generations": 2})
 
 
-@pytest.mark.parametrize("cls, config", [(BranPOTrainer, BranPOConfig), (AgentTreeGRPOTrainer, AgentTreeGRPOConfig)])
-def test_agents_refuse_it_too(tmp_path, cls, config):
-    with pytest.raises(ValueError, match="leave `trained_generations` out"):
-        make_agent_of(cls, config, tmp_path, trained_generations=2)
-
-
 def test_auto_names_the_explorer_that_does_not_go_with_it(tmp_path):
+    own = dict(explorers=["tree", "replay"], trained_generations=2)
     with pytest.raises(ValueError, match="AutoExploreTrainer with 'replay' gives these rows credit"):
-        make_trainer(
-            AutoExploreTrainer, AutoExploreConfig, tmp_path, explorers=["tree", "replay"], trained_generations=2
-        )
+        make_trainer(AutoExploreTrainer, AutoExploreConfig, tmp_path, **own)
 
 
 ERRORS = {
