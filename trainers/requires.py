@@ -147,7 +147,7 @@ def _check_one_limit(name: str, args: ExplorationConfig) -> None:
     if args.explore is not None:  # the explorer that this field names samples the rows
         name = f"`explore={args.explore!r}`"
     if args.use_vllm and "max_tokens" in options:
-        # This limit replaces the limit of every request. So a branch could get as many tokens as a whole completion.
+        # This limit replaces the limit of every request, so a branch could be as long as a whole completion.
         raise ValueError(
             f"`generation_kwargs={{'max_tokens': {options['max_tokens']}}}` replaces the token limits of all "
             f"requests to vLLM, also of those with which {name} samples: leave `max_tokens` out, and set "
