@@ -81,23 +81,28 @@ def assert_logged_as(found, expected):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), min_size=1, max_size=9), st.floats(0.1, 1.0))
-def test_sums_are_discounted_whenever_rows_are_added(batches, discount):
+def test_sums_are_discounted_in_every_batch(batches, discount):
     estimates = Estimates(["tree"], discount=discount, min_share=0.0)
     for contrast, tokens in batches:
-        estimates.add("tree", contrast=contrast, tokens=tokens)
+        estimates.begin_batch()
+        estimates.add("tree", contrast=contrast, tokens=tokens, prompts=1)
     ages = range(len(batches) - 1, -1, -1)
     contrast = sum(discount**age * batch[0] for age, batch in zip(ages, batches, strict=True))
     tokens = sum(discount**age * batch[1] for age, batch in zip(ages, batches, strict=True))
     assert estimates.sums["tree"].contrast == pytest.approx(contrast)
     assert estimates.rate("tree") == pytest.approx(contrast / tokens)
+    assert estimates.sums["tree"].prompts == pytest.approx(sum(discount**age for age in ages))
     assert estimates.rate(PLAIN) is None and estimates.sums[PLAIN].tokens == 0
 
 
-def chosen(rates, *, possible=None, min_share=0.0, tokens=10_000, number=400):
-    """How often each source is chosen after rows that bought contrast at these rates."""
-    estimates = Estimates([name for name in rates if name != PLAIN], discount=1.0, min_share=min_share)
+def chosen(rates, *, possible=None, min_share=0.0, max_cost=None, with_contrast=0.0, tokens=10_000, number=400):
+    """How often each source is chosen after rows that bought contrast at these rates. `with_contrast` is the share of
+    fresh prompts whose groups have contrast."""
+    explorers = [name for name in rates if name != PLAIN]
+    estimates = Estimates(explorers, discount=1.0, min_share=min_share, max_cost=max_cost)
     for name, rate in rates.items():
-        estimates.add(name, contrast=rate * tokens, tokens=tokens)
+        estimates.add(name, contrast=rate * tokens, tokens=tokens, prompts=100)
+    estimates.fresh_with_contrast = 100 * with_contrast
     found = estimates.choose([possible or [*rates]] * number, random=Random(0))
     return {name: found.count(name) for name in rates}
 
@@ -118,14 +123,55 @@ def test_equally_good_sources_share_the_prompts_and_little_evidence_is_tried():
     assert counts["tree"] > counts["pivots"] > 10
 
 
+@pytest.mark.parametrize(("with_contrast", "best"), [(0.0, "tree"), (0.4, "tree"), (0.6, PLAIN), (1.0, PLAIN)])
+def test_the_more_groups_have_contrast_the_better_an_explorer_must_be(with_contrast, best):
+    # Twice the contrast per token is enough if fewer than half of the groups have contrast.
+    counts = chosen({PLAIN: 0.1, "tree": 0.2}, with_contrast=with_contrast)
+    assert counts[best] > 395
+
+
+def test_an_explorer_without_success_costs_a_limited_share_of_the_tokens():
+    estimates = Estimates(["tree", "pivots"], discount=1.0, min_share=0.3, max_cost=0.2)
+    random = Random(0)
+    for batch in range(300):
+        estimates.begin_batch()
+        estimates.add(PLAIN, contrast=2, tokens=1000, prompts=10)
+        sources = estimates.choose([["tree", "pivots"]] * 6, random=random)
+        for name in ("tree", "pivots"):
+            number = sources.count(name)
+            estimates.add(name, contrast=0, tokens=500 * number, prompts=number)  # five times a fresh prompt
+            # Once the limit is exceeded, no prompt follows. The first batch does not know the cost of a prompt.
+            if number:
+                most = 0.1 * estimates.sums[PLAIN].tokens + (500 if batch else 1000)
+                assert estimates.sums[name].tokens <= most
+    for name in ("tree", "pivots"):
+        assert estimates.sums[name].tokens > 0.05 * estimates.sums[PLAIN].tokens
+
+
+def test_the_limit_leaves_out_neither_good_explorers_nor_batches_without_contrast():
+    assert chosen({PLAIN: 0.01, "tree": 0.03}, max_cost=0.0)["tree"] == 400
+    assert chosen({PLAIN: 0.01, "tree": 0.001, "pivots": 0.03}, max_cost=0.0)["pivots"] == 400
+    # Where fresh prompts yield nothing, nothing is lost.
+    assert chosen({PLAIN: 0.0, "tree": 0.0}, max_cost=0.0)["tree"] > 100
+    # After a failure, an explorer is tried again when its tokens are forgotten.
+    estimates = Estimates(["tree"], discount=0.5, min_share=1e-9, max_cost=0.1)
+    estimates.add("tree", contrast=0, tokens=1000, prompts=1)
+    found = []
+    for _ in range(12):
+        estimates.begin_batch()
+        estimates.add(PLAIN, contrast=1, tokens=100, prompts=10)
+        found.append("tree" in estimates.choose([["tree"]] * 20, random=Random(0)))
+    assert not any(found[:5]) and found[-1]
+
+
 def test_an_explorer_without_rows_is_as_attractive_as_fresh_prompts():
     estimates = Estimates(["tree"], discount=1.0, min_share=0.0)
-    estimates.add(PLAIN, contrast=50, tokens=10_000)
+    estimates.add(PLAIN, contrast=50, tokens=10_000, prompts=10)
     random = Random(0)
     draws = [estimates._draw("tree", random) for _ in range(4000)]
     assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
     # A group with contrast that took as many tokens changes nothing, and one that took none doubles it.
-    estimates.add("tree", contrast=1, tokens=200)
+    estimates.add("tree", contrast=1, tokens=200, prompts=1)
     draws = [estimates._draw("tree", random) for _ in range(4000)]
     assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
 
@@ -158,11 +204,13 @@ def test_prompts_that_are_explored_in_any_case_are_no_evidence_about_exploring(t
 
 def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows():
     estimates = Estimates(["tree"], discount=0.9, min_share=0.0)
-    estimates.add("tree", contrast=2, tokens=30)
+    estimates.add("tree", contrast=2, tokens=30, prompts=4)
+    estimates.fresh_with_contrast = 1.5
     estimates.choose([["tree"]] * 3, random=Random(0))
     again = Estimates(["tree", "pivots"], discount=0.9, min_share=0.0)
     again.load_state_dict(estimates.state_dict())
-    assert again.state_dict()["sums"] == {PLAIN: [0.0, 0.0], "tree": [2, 30], "pivots": [0.0, 0.0]}
+    assert again.state_dict()["sums"] == {PLAIN: [0.0] * 3, "tree": [2, 30, 4], "pivots": [0.0] * 3}
+    assert again.fresh_with_contrast == 1.5
     assert again.num_unsolved == again.num_compared == 3
 
 
@@ -185,13 +233,14 @@ def test_each_explorer_adds_rows_for_unsolved_prompts(name, tmp_path):
 
 def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
-    asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0}
+    asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0, "with contrast": 0}
     trainer.branch_explorer.estimates.discount = 1.0
     for _ in range(6):
         one_batch(trainer)
         rewards = trainer.scorer.totals().view(-1, 4)
         with_contrast = rewards.amax(dim=1) > rewards.amin(dim=1)
         failed_shares = (rewards < 1).double().mean(dim=1)  # a prompt that is nearly solved counts less
+        asked["with contrast"] += int(with_contrast.sum())
         asked["plain"] += (with_contrast * failed_shares).sum().item()
         asked["plain tokens"] += sum(map(len, trainer.main_completion_ids))
         for found in trainer.branching.results:
@@ -206,7 +255,8 @@ def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_
             torch.testing.assert_close(found.scored.rows["advantages"], expected.flatten())
     sums = trainer.branch_explorer.estimates.sums
     assert sums[PLAIN].contrast == pytest.approx(asked["plain"]) and asked["plain"] > 0
-    assert sums[PLAIN].tokens == asked["plain tokens"]
+    assert sums[PLAIN].tokens == asked["plain tokens"] and sums[PLAIN].prompts == 12
+    assert trainer.branch_explorer.estimates.fresh_with_contrast == asked["with contrast"]
     assert sums["resample"].contrast == pytest.approx(asked["contrast"]) and asked["contrast"] > 0
     assert sums["resample"].tokens == asked["tokens"]
     rate = trainer._metrics["train"]["explore/contrast_per_token/resample"][-1]
@@ -674,6 +724,7 @@ BAD = {
     ),
     "discount of 0": (dict(explore_discount=0.0), r"`explore_discount=0.0` must be in \(0, 1\]"),
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
+    "cost below 0": (dict(explore_max_cost=-0.1), r"`explore_max_cost=-0.1` must be at least 0, or None for no limit"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "environment state": (dict(environment_state="kept"), "`environment_state`: unknown value 'kept'"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),

@@ -27,6 +27,8 @@ from pathlib import Path
 def contains_answer(completions, answer, trainer_state=None, **kwargs):
     if Path("silence").exists() and trainer_state.global_step and len(answer) == 32:  # an evaluation after training
         return [None] * len(answer)
+    if Path("nonsense").exists() and trainer_state.global_step:
+        return ["good"] * len(answer)
     stop = Path("stop")
     how, step = stop.read_text().split() if stop.exists() else ("", "0")
     if how and trainer_state.global_step >= int(step):
@@ -242,6 +244,19 @@ def test_an_evaluation_without_any_reward_ends_in_a_sentence_and_loses_nothing(w
     Path("silence").unlink()
     assert compare(OWN, "--output_dir", "out") == 0
     assert curves("out") == curves(whole[0])
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_a_wrong_reward_names_the_run_and_how_to_continue(whole, workdir, capsys, processes):
+    shutil.copytree(whole[0], "out")
+    shutil.rmtree("out/deep-2-seed0")
+    Path("nonsense").touch()
+    more = [] if processes is None else ["--processes", str(processes)]
+    assert compare(OWN, "--output_dir", "out", *more) == 2
+    shown = capsys.readouterr().err
+    assert "trl-explore: error: DEEP, 2, seed 0: " in shown and "'good' for completion 0" in shown
+    assert "; what is done is kept. Continue with: trl-explore compare " in shown
+    assert "Traceback" not in shown
 
 
 def test_checkpoints_with_nothing_left_to_train_or_without_their_record_are_passed_over(whole, workdir):

@@ -169,6 +169,7 @@ CHECKS = (
     check_auto,
     within("explore_discount", above=0, high=1, words="be in (0, 1]; 1 forgets nothing"),
     within("explore_min_share", low=0, high=1, words="be in [0, 1]; 0 never forces a try"),
+    at_least(0, "explore_max_cost", optional=True, words=", or None for no limit"),
     one_of("environment_state", STATES),
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
@@ -270,12 +271,18 @@ class ExplorationConfig(GRPOConfig):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
             trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
-            Factor by which `explore="auto"` multiplies the earlier contrast and tokens of a source (an explorer, or
-            GRPO's own rows) before it adds the contrast and tokens of a batch, in (0, 1]. With a smaller factor, the
-            estimates follow the policy faster. 1 forgets nothing.
+            Factor by which `explore="auto"` multiplies the contrast and tokens of all sources (explorers, and GRPO's
+            own rows) at the beginning of each generation batch, in (0, 1]. With a smaller factor, the estimates follow
+            the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
-            estimates current.
+            estimates current. With 1, every unsolved prompt is explored.
+        explore_max_cost (`float`, *optional*, defaults to `0.1`):
+            Limit of what `explore="auto"` spends on tries, as a share of GRPO's own contrast, at least 0. The debt of
+            an explorer is the contrast that fresh prompts would have yielded for its tokens, minus the contrast that it
+            yielded. An explorer is not used while its debt is larger than the limit, divided by the number of
+            explorers. So explorers without success cost about this share of the tokens. `None`, or
+            `explore_min_share=1`: no limit.
         environment_state (`str`, *optional*, defaults to `"auto"`):
             Way to restore an agent's environments for branches: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A
             branch needs the state of an earlier turn. `"snapshot"` calls the environment's own `snapshot()` and
@@ -387,6 +394,7 @@ class ExplorationConfig(GRPOConfig):
     explorer_options: dict[str, Any] | str | None = None
     explore_discount: float = 0.9
     explore_min_share: float = 0.05
+    explore_max_cost: float | None = 0.1
     environment_state: str = "auto"
     success_threshold: float | None = None
     explore_prompts: str = "all"
@@ -499,6 +507,13 @@ class ExplorationConfig(GRPOConfig):
         else of this process."""
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         return self.generation_batch_size or self.per_device_train_batch_size * steps
+
+    @property
+    def max_sampled_tokens(self) -> int | None:
+        """Return the maximum number of tokens of a sampled completion. It is `max_new_tokens` in `generation_kwargs` if
+        that is set, as in TRL, else `max_completion_length`. None means no limit."""
+        limit: int | None = (self.generation_kwargs or {}).get("max_new_tokens", self.max_completion_length)
+        return limit
 
     def check_stage(self, field: str, places: int) -> None:
         """Raise a ValueError if a stage of sampling would have more than `MOST_STAGE_ROWS` rows: `field` completions

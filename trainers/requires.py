@@ -153,7 +153,7 @@ def _check_one_limit(name: str, args: ExplorationConfig) -> None:
             f"requests to vLLM, also of those with which {name} samples: leave `max_tokens` out, and set "
             "`max_completion_length`."
         )
-    limit = options.get("max_new_tokens", most)
+    limit = args.max_sampled_tokens
     # With `max_completion_length=None`, further rows end where the longest of GRPO's rows does.
     if most is not None and limit != most:
         raise ValueError(

@@ -62,10 +62,14 @@ class AutoExplorer(BranchExplorer):
             explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own_options.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
-        min_share = self.args.explore_min_share
+        min_share, max_cost = self.args.explore_min_share, self.args.explore_max_cost
         if self.args.explore != "auto":
             min_share = 1.0  # always use the single explorer
-        self.estimates = Estimates([*options], discount=self.args.explore_discount, min_share=min_share)
+        if min_share == 1:
+            max_cost = None  # every unsolved prompt is explored, whatever it costs
+        self.estimates = Estimates(
+            [*options], discount=self.args.explore_discount, min_share=min_share, max_cost=max_cost
+        )
         self.num_batches = 0
         # State of the newest generation batch: sums over its rounds and over all processes.
         self._num_prompts = 0  # without fillers
@@ -86,6 +90,7 @@ class AutoExplorer(BranchExplorer):
 
     def begin_batch(self) -> None:
         self._num_prompts, self._num_chosen, self._totals = 0, Counter(), {}
+        self.estimates.begin_batch()
         for explorer in self.explorers.values():
             explorer.begin_batch()
 
@@ -161,19 +166,20 @@ class AutoExplorer(BranchExplorer):
         own_success = self.policy.ranks.local(is_success).cpu()  # on the CPU, because MPS devices have no float64
         failed_share = 1 - own_success.double().mean(dim=1)  # (P,)
         contrast = float((has_contrast.cpu() * failed_share).sum())
-        tokens = 0
+        prompts, tokens = 0, 0
         for group in groups:
             if not group.is_filler:
+                prompts += 1
                 tokens += sum(sum(trajectory.loss_mask) for trajectory in group.trajectories)
-        self._add(PLAIN, {"contrast": contrast, "tokens": tokens})
+        self._add(PLAIN, {"contrast": contrast, "tokens": tokens, "prompts": prompts})
+        of_all = self.policy.ranks.summed({"with_contrast": float(has_contrast.sum())})
+        self.estimates.fresh_with_contrast += of_all["with_contrast"]
 
     def _add(self, source: str, own: dict[str, float]) -> None:
         """Add numbers about a source's rows of a round, on this process, to the totals of the batch. Also add its
-        contrast and tokens to the estimates. Every process must call it."""
+        contrast, tokens and prompts to the estimates. Every process must call it."""
         total = self.policy.ranks.summed(own)
-        self.estimates.add(
-            source, contrast=total["contrast"], tokens=total["tokens"], same_batch=source in self._totals
-        )
+        self.estimates.add(source, contrast=total["contrast"], tokens=total["tokens"], prompts=total["prompts"])
         of_batch = self._totals.setdefault(source, dict.fromkeys(total, 0.0))
         for key, value in total.items():
             of_batch[key] += value
@@ -303,8 +309,8 @@ class AutoExplorer(BranchExplorer):
         elif estimates.num_preferred < MIN_PREFERRED_SHARE * estimates.num_compared:
             warnings.warn(
                 f"`explore='auto'` explored almost nothing: it compared explorers with fresh prompts for "
-                f"{estimates.num_compared} unsolved prompts, and expected more groups with contrast per token from an "
-                f"explorer for {estimates.num_preferred} of them. GRPO is enough for this run.",
+                f"{estimates.num_compared} unsolved prompts, and chose an explorer for {estimates.num_preferred} of "
+                f"them. GRPO is enough for this run.",
                 stacklevel=2,
             )
 

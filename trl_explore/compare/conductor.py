@@ -53,19 +53,26 @@ def run_comparison(
         if folder.missing():
             datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
             with _executor(folder, processes) as executor:
-                train_missing(folder, executor)
+                try:
+                    train_missing(folder, executor)
+                except UsageError as error:
+                    raise UsageError(f"{str(error).rstrip('.')}; {_continuation(command)}") from error
         _show(folder)
     except (KeyboardInterrupt, Interrupted):
-        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
+        print(f"\nStopped; {_continuation(command)}", file=sys.stderr)
         return 130
     except WorkerFailed as error:
         details = error.details
         if DISK_FULL_TEXT.search(str(error)):
             details = ""  # the message about a full disk needs no traceback
-        text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
-        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
+        print(f"{details}trl-explore: error: {error}; {_continuation(command)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _continuation(command: list[str]) -> str:
+    """Return a text that says how to continue a comparison that stopped."""
+    return f"what is done is kept. Continue with:\n  {shlex.join(command)}"
 
 
 def train_missing(folder: ComparisonFolder, executor: Executor) -> None:

@@ -9,6 +9,8 @@ from tqdm.auto import tqdm
 from trl_explore.compare.folder import RESULT, ComparisonFolder, free_memory, teach
 from trl_explore.compare.run import Run, train_run
 from trl_explore.compare.settings import Arm
+from trl_explore.errors import UsageError
+from trl_explore.rewards.checks import RewardError
 from trl_explore.saving.interrupt import InterruptCallback
 
 UNITS = {"tokens": "tok", "seconds": "s", "steps": "step"}  # short names of the units of budgets
@@ -53,11 +55,15 @@ def complete_run(
 
     Raises:
         Interrupted: If `interrupt` stopped the run. The checkpoint has been saved.
+        UsageError: If the data or a reward function is wrong. The message begins with the arm and the seed.
     """
     path = folder.of_run(run.arm, run.seed)
-    result = train_run(
-        folder.comparison, run.arm, seed=run.seed, folder=path, start=run.start, bar=bar, interrupt=interrupt
-    )
+    try:
+        result = train_run(
+            folder.comparison, run.arm, seed=run.seed, folder=path, start=run.start, bar=bar, interrupt=interrupt
+        )
+    except (UsageError, RewardError) as error:
+        raise UsageError(f"{run.arm.name}, seed {run.seed}: {error}") from error
     result.save(path / RESULT)
     free_memory()
     return result

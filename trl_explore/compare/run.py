@@ -419,7 +419,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
                 metrics |= take_many()
         except NoRewardError as error:
             problem = _describe_missing_rewards(comparison, num_rows=len(rows))
-            raise UsageError(f"{arm.name}, seed {seed}: {problem}") from error
+            raise UsageError(problem) from error
         return metrics
 
     return trainer, evaluate

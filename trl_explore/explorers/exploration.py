@@ -181,11 +181,10 @@ class Exploration:
     @property
     def _max_length(self) -> int | None:
         """Return the maximum number of tokens of a completion. As in TRL, `generation_kwargs` may raise the limit."""
-        limit = self.args.max_completion_length
-        other = (self.args.generation_kwargs or {}).get("max_new_tokens")
-        if limit is None or other is None:
+        limit, sampled = self.args.max_completion_length, self.args.max_sampled_tokens
+        if limit is None or sampled is None:
             return limit
-        return max(limit, other)
+        return max(limit, sampled)
 
     def _samples(self, rollout: Rollout, row: int) -> list[Sample]:
         """Return GRPO's completions of the prompt whose first row is `row`."""

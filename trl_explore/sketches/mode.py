@@ -44,10 +44,9 @@ def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -
     length = args.context_length or model_length or math.inf
     if policy.serving is not None:
         length = min(length, policy.serving.backend.max_served_length or math.inf)
-    most, name = args.max_completion_length, f"max_completion_length={args.max_completion_length}"
-    options = args.generation_kwargs or {}
-    if "max_new_tokens" in options:  # TRL prefers this limit
-        most = options["max_new_tokens"]
+    most = args.max_sampled_tokens
+    name = f"max_completion_length={most}"
+    if "max_new_tokens" in (args.generation_kwargs or {}):
         name = f"generation_kwargs={{'max_new_tokens': {most}}}"
     if length - max(longest_sketch, most or 0) < 1:
         raise ValueError(

@@ -58,7 +58,7 @@ class TwoStage(Mode):
         solve_ids = self._encode_solving(groups, sketches, prompt_ids)
         num_too_long = 0
         for row, ids in enumerate(solve_ids):
-            if len(ids) + (self._most_tokens or 0) > self.context_length:
+            if len(ids) + (self.args.max_sampled_tokens or 0) > self.context_length:
                 solve_ids[row], sketches[row] = prompt_ids[row], ""
                 num_too_long += 1
         self.columns = {"sketch": sketches}
@@ -118,19 +118,13 @@ class TwoStage(Mode):
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """Sample one completion per row as GRPO does. If the sampler of every process has a path cache and no limit of
         rows per call, it samples them instead of `plain`, because it encodes common prefixes of rows only once."""
-        most = self._most_tokens
+        most = self.args.max_sampled_tokens
         # The sampler calls collectives, and `plain` does not. So all processes must take the same way.
         some_has_no_paths = self.policy.ranks.most(self.sample.paths is None) > 0
         if some_has_no_paths or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
         sampled = self.sample(solve_ids, 1, most, main_stream=True)
         return Rollout([continuation.token_ids for (continuation,) in sampled])
-
-    @property
-    def _most_tokens(self) -> int | None:
-        """Maximum number of tokens of a completion. As in TRL, it is `max_new_tokens` in `generation_kwargs`, or else
-        `max_completion_length`."""
-        return (self.args.generation_kwargs or {}).get("max_new_tokens", self.max_completion_length)
 
     def rows_with_other_context(self, num_rows: int) -> list[int]:
         return [row for row in range(num_rows) if row % self.size < self.num_explored]

@@ -1,0 +1,90 @@
+"""Compare `auto` with GRPO on seeds that were not used before its rule was changed.
+
+    python examples/benchmarks/auto_fresh.py dead_ends tail_errors
+    python examples/benchmarks/auto_fresh.py --report
+
+The runs of `auto_regimes.py` had an earlier rule: without `explore_max_cost`, and with the same weight for contrast
+whether few or most groups of a batch have contrast. The page of `auto` in the documentation explains both rules. All
+fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/<regime>.csv`, and are not trained again.
+
+`--arms` limits training to some arms: by default, `GRPO` and `auto`. The best rival and the best method of the regime
+are the other arms. `--report` writes `auto_fresh_results/results.md`: differences to GRPO along the curve in percentage
+points, paired by seed, with 95 % t-intervals.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from auto_regimes import COSTS, Runs, arms_of, gaps, reading_of, shown, verdict
+from regimes_plan import Regime, folder, load_regimes
+from regimes_results import by_arm_and_seed, read_results
+from stages import Stage
+
+from trl_explore.compare.costs import mean_along
+from trl_explore.errors import UsageError
+
+RESULTS = Path(__file__).resolve().parent / "auto_fresh_results"
+SEEDS = list(range(90, 100))  # no earlier run of this project used them
+STAGE = "fresh seeds"
+
+
+def stage_of(regime: Regime, output_dir: Path, arms: list[str] | None = None) -> Stage:
+    """Return the runs of a regime: of these arms, or of all four."""
+    grpo, rival, method, *others = arms_of(regime)
+    (auto,) = [arm for arm in others if arm["name"] == "auto"]
+    document = {**regime.comparison, "seeds": SEEDS, "arms": [grpo, rival, method, auto]}
+    document.pop("samples_at_ends", None)
+    return Stage(STAGE, document, RESULTS / f"{regime.name}.csv", output_dir / regime.name, arms=arms)
+
+
+def read(regime: Regime) -> Runs:
+    """Return the evaluations of a regime, by arm and seed. Empty if `GRPO` and `auto` have no common seed."""
+    stage = stage_of(regime, RESULTS)
+    runs = by_arm_and_seed(stage.without_stale(read_results(stage.results)), STAGE)
+    if not runs.get("GRPO", {}).keys() & runs.get("auto", {}).keys():
+        return {}
+    return runs
+
+
+def report() -> str:
+    """Return the tables of all regimes that have results."""
+    lines = []
+    for cost, label in COSTS.items():
+        lines += [f"| equal {label} | seeds | GRPO | `auto` | verdict |", "| --- | ---: | ---: | ---: | --- |"]
+        for path in sorted(RESULTS.glob("*.csv")):
+            regime = Regime.load(folder() / path.with_suffix(".yaml").name)
+            runs = read(regime)
+            if not runs:
+                continue
+            reading = reading_of(runs, cost)
+            levels = [mean_along(points, cost, reading, regime.metric) for points in runs["GRPO"].values()]
+            own = gaps(runs, "auto", "GRPO", cost=cost, metric=regime.metric)
+            cells = [regime.name, str(len(runs["auto"])), f"{100 * statistics.mean(levels):.1f}"]
+            lines.append("| " + " | ".join([*cells, shown(*own), verdict(*own)]) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train the named regimes unless `--report` is set, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
+    parser.add_argument("--arms", nargs="*", default=["GRPO", "auto"])
+    parser.add_argument("--output_dir", type=Path, default=Path("out/auto_fresh"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
+    args = parser.parse_args()
+    try:
+        for regime in load_regimes(args.regimes):
+            if not args.report:
+                stage_of(regime, args.output_dir, args.arms).train(processes=args.processes)
+    except UsageError as error:
+        parser.error(str(error))
+    text = report()
+    (RESULTS / "results.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
