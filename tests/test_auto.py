@@ -212,6 +212,9 @@ def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows
     assert again.state_dict()["sums"] == {PLAIN: [0.0] * 3, "tree": [2, 30, 4], "pivots": [0.0] * 3}
     assert again.fresh_with_contrast == 1.5
     assert again.num_unsolved == again.num_compared == 3
+    # Checkpoints of earlier versions have two sums of a source.
+    again.load_state_dict({"sums": {"tree": [3, 40]}, "counts": [5, 4, 2]})
+    assert again.state_dict()["sums"]["tree"] == [3, 40, 0.0] and again.fresh_with_contrast == 0
 
 
 # ------------------------------------------------------------------------------------------------- a generation batch

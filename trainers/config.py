@@ -279,8 +279,8 @@ class ExplorationConfig(GRPOConfig):
             estimates current. With 1, every unsolved prompt is explored.
         explore_max_cost (`float`, *optional*, defaults to `0.1`):
             Limit of what `explore="auto"` spends on tries, as a share of GRPO's own contrast, at least 0. The debt of
-            an explorer is the contrast that fresh prompts would have yielded for its tokens, minus the contrast that it
-            yielded. An explorer is not used while its debt is larger than the limit, divided by the number of
+            an explorer is the contrast that fresh prompts would have yielded for its tokens, minus the contrast that
+            it yielded. An explorer is not used while its debt is larger than the limit, divided by the number of
             explorers. So explorers without success cost about this share of the tokens. `None`, or
             `explore_min_share=1`: no limit.
         environment_state (`str`, *optional*, defaults to `"auto"`):
@@ -510,8 +510,8 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def max_sampled_tokens(self) -> int | None:
-        """Return the maximum number of tokens of a sampled completion. It is `max_new_tokens` in `generation_kwargs` if
-        that is set, as in TRL, else `max_completion_length`. None means no limit."""
+        """Return the maximum number of tokens of a sampled completion. As in TRL, it is `max_new_tokens` in
+        `generation_kwargs` if that is set, else `max_completion_length`. None means no limit."""
         limit: int | None = (self.generation_kwargs or {}).get("max_new_tokens", self.max_completion_length)
         return limit
 

@@ -5,11 +5,12 @@
 
 The runs of `auto_regimes.py` had an earlier rule: without `explore_max_cost`, and with the same weight for contrast
 whether few or most groups of a batch have contrast. The page of `auto` in the documentation explains both rules. All
-fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/<regime>.csv`, and are not trained again.
+fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/<regime>.csv`, and are not trained
+again.
 
 `--arms` limits training to some arms: by default, `GRPO` and `auto`. The best rival and the best method of the regime
-are the other arms. `--report` writes `auto_fresh_results/results.md`: differences to GRPO along the curve in percentage
-points, paired by seed, with 95 % t-intervals.
+are the other arms. `--report` writes `auto_fresh_results/results.md`: differences to GRPO along the curve in
+percentage points, paired by seed, with 95 % t-intervals.
 """
 
 import argparse

@@ -36,14 +36,15 @@ class Estimates:
 
     Tries have a limit. The debt of an explorer is the contrast that fresh prompts would have yielded for its tokens,
     minus the contrast that it yielded. All explorers together may have a debt of `max_cost` times the contrast of
-    `PLAIN`, each an equal share of it. An explorer with a larger debt is not chosen. The sums are discounted, so it is
-    tried again later.
+    `PLAIN`, each an equal share of it. An explorer with a larger debt is not chosen. The sums are discounted, so it
+    is tried again later.
 
     Args:
         explorers (`Sequence[str]`):
             Names of the explorers.
         discount (`float`):
-            Factor by which all sums are multiplied at the beginning of a generation batch, in (0, 1]. 1 forgets nothing.
+            Factor by which all sums are multiplied at the beginning of a generation batch, in (0, 1]. 1 forgets
+            nothing.
         min_share (`float`):
             Probability that the choice for a prompt is a uniformly random explorer, in [0, 1].
         max_cost (`float`, *optional*):
@@ -58,8 +59,8 @@ class Estimates:
         self.sums = {name: SourceSums() for name in (PLAIN, *self.explorers)}
         self.fresh_with_contrast = 0.0  # discounted number of fresh prompts whose groups have contrast
         # Three numbers of prompts so far. `num_unsolved` counts all unsolved prompts, and `num_compared` the prompts
-        # for which explorers were compared with fresh prompts. `num_preferred` counts the prompts for which an explorer
-        # was then chosen.
+        # for which explorers were compared with fresh prompts. `num_preferred` counts the prompts for which an
+        # explorer was then chosen.
         self.num_unsolved = self.num_compared = self.num_preferred = 0
 
     def begin_batch(self) -> None:
@@ -123,13 +124,14 @@ class Estimates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint. An explorer that is not in the checkpoint starts with empty sums."""
         for name, sums in self.sums.items():
-            sums.contrast, sums.tokens, sums.prompts = state["sums"].get(name, (0.0, 0.0, 0.0))
+            values = [*state["sums"].get(name, []), 0.0, 0.0, 0.0]  # older checkpoints have no `prompts`
+            sums.contrast, sums.tokens, sums.prompts = values[:3]
         self.num_unsolved, self.num_compared, self.num_preferred = state["counts"]
-        self.fresh_with_contrast = state["fresh_with_contrast"]
+        self.fresh_with_contrast = state.get("fresh_with_contrast", 0.0)
 
     def _is_affordable(self, name: str, num_pending: int) -> bool:
-        """Return whether the debt of an explorer is within its share of the limit. It has `num_pending` further prompts in this
-        batch, whose rows are not counted yet."""
+        """Return whether the debt of an explorer is within its share of the limit. It has `num_pending` further
+        prompts in this batch, whose rows are not counted yet."""
         if self.max_cost is None:
             return True
         plain, own = self.sums[PLAIN], self.sums[name]
@@ -156,8 +158,8 @@ class Estimates:
     def _draw(self, source: str, random: Random) -> float:
         """Sample contrast per token from the posterior of a source."""
         sums = self.sums[source]
-        # The prior counts as one group with contrast. Observed groups are added to the shape of the Gamma distribution,
-        # and observed tokens to its inverse scale.
+        # The prior counts as one group with contrast. Observed groups are added to the shape of the Gamma
+        # distribution, and observed tokens to its inverse scale.
         return random.gammavariate(1.0 + sums.contrast, 1.0 / (self._prior_tokens() + sums.tokens))
 
     def _prior_tokens(self) -> float:
