@@ -70,6 +70,7 @@ test-slow: install
 evidence: install
 	$(BIN)/python examples/benchmarks/regimes.py report
 	$(BIN)/python examples/benchmarks/auto_regimes.py --report
+	$(BIN)/python examples/benchmarks/auto_fresh.py --report
 	$(BIN)/python examples/benchmarks/explorer_sets.py --report
 	$(BIN)/python examples/benchmarks/small_fields.py --report
 	$(BIN)/python examples/benchmarks/pretrained.py report

@@ -264,6 +264,9 @@ def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_
     assert sums["resample"].tokens == asked["tokens"]
     rate = trainer._metrics["train"]["explore/contrast_per_token/resample"][-1]
     assert rate == asked["contrast"] / asked["tokens"]
+    debt = asked["plain"] / asked["plain tokens"] * asked["tokens"] - asked["contrast"]
+    logged = trainer._metrics["train"]["explore/debt/resample"][-1]
+    assert logged == pytest.approx(max(0.0, debt) / asked["plain"])
 
 
 def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path):

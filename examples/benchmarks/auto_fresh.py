@@ -17,6 +17,7 @@ import argparse
 import statistics
 from pathlib import Path
 
+import auto_regimes
 from auto_regimes import COSTS, Runs, arms_of, gaps, reading_of, shown, verdict
 from regimes_plan import Regime, folder, load_regimes
 from regimes_results import by_arm_and_seed, read_results
@@ -46,6 +47,13 @@ def read(regime: Regime) -> Runs:
     if not runs.get("GRPO", {}).keys() & runs.get("auto", {}).keys():
         return {}
     return runs
+
+
+def gap_of_auto(regime: Regime, cost: str) -> tuple[float, float | None]:
+    """Return the difference between `auto` and GRPO with its interval: on the fresh seeds, or if they are missing, on
+    the seeds of `auto_regimes.py`."""
+    runs = read(regime) or auto_regimes.read(regime)
+    return gaps(runs, "auto", "GRPO", cost=cost, metric=regime.metric)
 
 
 def report() -> str:

@@ -9,6 +9,7 @@ The picture `evidence.png` has one row per problem, and the numbers of `evidence
 from collections.abc import Mapping
 from pathlib import Path
 
+import auto_fresh
 import auto_regimes
 import matplotlib
 from evidence_table import PROBLEMS, results_of
@@ -45,12 +46,16 @@ def leads(regime: Regime) -> dict[str, Lead]:
 
 
 def leads_with_auto(regime: Regime) -> dict[str, Lead]:
-    """Return the leads over GRPO at equal tokens on the seeds of `auto_regimes.py`, by the keys of `STYLES`."""
+    """Return the leads over GRPO at equal tokens, by the keys of `STYLES`: of `auto` on the seeds of `auto_fresh.py`,
+    and of the others on the seeds of `auto_regimes.py`."""
     runs = auto_regimes.read(regime)
     base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
     found = {}
     for role, arm in (("best rival", rival), ("best method", method), ("auto", "auto")):
-        mean, half = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
+        if arm == "auto":
+            mean, half = auto_fresh.gap_of_auto(regime, "tokens")
+        else:
+            mean, half = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
         assert half is not None, f"{regime.name} has one seed only"
         found[role] = (mean, mean - half, mean + half)
     return found

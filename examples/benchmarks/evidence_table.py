@@ -5,13 +5,15 @@
 The script writes the table to `evidence_table.md`. Run it after `auto_regimes.py` and after `regimes.py train`.
 
 If `auto_results` has a file for a problem, the row comes from this file. There, all arms ran on new seeds, and the
-rival and the method had been chosen before on other seeds. Otherwise, the row comes from the verdict stage of the
-regime. There, `auto` was not measured, and the rival and the method were chosen on the seeds of the row itself.
+rival and the method had been chosen before on other seeds. `auto` comes from `auto_fresh_results`, if that folder has
+a file for the problem. Otherwise, the row comes from the verdict stage of the regime. There, `auto` was not measured,
+and the rival and the method were chosen on the seeds of the row itself.
 """
 
 import statistics
 from pathlib import Path
 
+import auto_fresh
 import auto_regimes
 from regimes_effects import Effect, Results, label
 from regimes_plan import Regime, asked_for, folder
@@ -46,13 +48,17 @@ def joined(tokens: str, seconds: str) -> str:
 
 
 def row_with_auto(regime: Regime) -> list[str]:
-    """Return the cells of a problem for which `auto` was measured."""
+    """Return the cells of a problem for which `auto` was measured. `auto_fresh.py` measured `auto` on other seeds than
+    the rival and the method."""
     runs, metric = auto_regimes.read(regime), regime.metric
     base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
     shown, verdicts = {}, {}
     for arm in (rival, method, "auto"):
-        at_tokens = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric)
-        at_seconds = auto_regimes.gaps(runs, arm, base, cost="cpu_seconds", metric=metric)
+        if arm == "auto":
+            at_tokens, at_seconds = (auto_fresh.gap_of_auto(regime, cost) for cost in ("tokens", "cpu_seconds"))
+        else:
+            at_tokens = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric)
+            at_seconds = auto_regimes.gaps(runs, arm, base, cost="cpu_seconds", metric=metric)
         shown[arm] = auto_regimes.shown(*at_tokens)
         verdicts[arm] = joined(auto_regimes.verdict(*at_tokens), auto_regimes.verdict(*at_seconds))
     reading = auto_regimes.reading_of(runs, "tokens")

@@ -85,6 +85,12 @@ class Estimates:
             return None
         return sums.contrast / sums.tokens
 
+    def debt(self, name: str) -> float:
+        """Return the contrast that fresh prompts would have yielded for the tokens of an explorer, minus the contrast
+        that it yielded."""
+        plain, own = self.sums[PLAIN], self.sums[name]
+        return plain.contrast / max(plain.tokens, 1.0) * own.tokens - own.contrast
+
     def choose(self, possible: Sequence[Collection[str]], *, random: Random) -> list[str]:
         """
         Choose a source for each unsolved prompt.
@@ -142,7 +148,7 @@ class Estimates:
         pending_tokens = num_pending * seen.tokens / max(seen.prompts, 1.0)
         # Assume a low rate, as if the explorer had also sampled the tokens of the prior without any contrast.
         low_rate = own.contrast / (own.tokens + self._prior_tokens())
-        debt = plain_rate * own.tokens - own.contrast + pending_tokens * (plain_rate - low_rate)
+        debt = self.debt(name) + pending_tokens * (plain_rate - low_rate)
         return debt <= self.max_cost * plain.contrast / len(self.explorers)
 
     def _best(self, explorers: Sequence[str], random: Random) -> str:

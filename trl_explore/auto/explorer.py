@@ -253,6 +253,11 @@ class AutoExplorer(BranchExplorer):
             rate = self.estimates.rate(source)
             if rate is not None:
                 self.policy.log_metric(f"explore/contrast_per_token/{source}", rate)
+        plain_contrast = self.estimates.sums[PLAIN].contrast
+        for name in self.explorers:
+            if self.estimates.rate(name) is not None and plain_contrast:
+                debt = max(0.0, self.estimates.debt(name))
+                self.policy.log_metric(f"explore/debt/{name}", debt / plain_contrast)
         for name, share in self._shares.items():
             self.policy.log_metric(f"explore/share/{name}", share)
 
