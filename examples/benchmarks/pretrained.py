@@ -18,7 +18,8 @@
 Finished runs are in `pretrained_results/<task>.csv`, and
 their steps in `<task>_steps.csv`. They are not trained again, also on another machine. All runs of a seed should come
 from one machine, because another one teaches the model slightly differently. The report names the seeds whose models
-differed before training.
+differed before training. The folder `earlier_rule` has runs with the earlier rule of `auto`, beside GRPO's on the same
+machine.
 """
 
 import argparse
@@ -122,6 +123,11 @@ class Task:
     def runs(self, stage: str, rows: list[Row]) -> Runs:
         """Return the evaluations of a stage with the settings of today, by arm and seed."""
         return by_arm_and_seed(self.stage(stage, rows).without_stale(rows), stage)
+
+    def runs_with_earlier_rule(self) -> Runs:
+        """Return the evaluations of GRPO and of `auto` with its earlier rule, by arm and seed. Empty if there are
+        none."""
+        return by_arm_and_seed(read_results(RESULTS / "earlier_rule" / self.path.name), "verdict")
 
     def missing(self, stage: str, rows: list[Row]) -> int:
         """Return the number of missing runs of a stage."""
@@ -234,7 +240,11 @@ def report(tasks: Sequence[Task]) -> str:
     for task in tasks:
         rows = read_results(task.path)
         if rows:
-            blocks += [f"**{task.name}**", "", *stage_table(task, rows), "", *verdict_tables(task, rows)]
+            blocks += [f"**{task.name}**", "", *stage_table(task, rows), ""]
+            blocks += verdict_tables(task, task.runs("verdict", rows))
+            earlier = task.runs_with_earlier_rule()
+            if earlier:
+                blocks += [f"{task.name} with the earlier rule of `auto`:", "", *verdict_tables(task, earlier)]
     return "\n".join(blocks).rstrip() + "\n"
 
 
@@ -253,10 +263,9 @@ def stage_table(task: Task, rows: list[Row]) -> list[str]:
     return lines
 
 
-def verdict_tables(task: Task, rows: list[Row]) -> list[str]:
-    """Return a table of the verdict for each kind of cost. By arm, it has each metric before training and at a cost
-    that all runs reached, and the difference to GRPO along the curve."""
-    runs = task.runs("verdict", rows)
+def verdict_tables(task: Task, runs: Runs) -> list[str]:
+    """Return a table of these runs of the verdict for each kind of cost. By arm, it has each metric before training and
+    at a cost that all runs reached, and the difference to GRPO along the curve."""
     if BASE not in runs:
         return []
     metrics = task.comparison["metrics"]
@@ -293,7 +302,8 @@ def percent(values: Iterable[float]) -> str:
 
 
 def draw(tasks: Sequence[Task], path: Path) -> None:
-    """Draw pass@1 and pass@8 of GRPO and `auto` over generated tokens. Thin lines are seeds, thick lines are means."""
+    """Draw pass@1 and pass@8 of GRPO and `auto` over generated tokens. Thin lines are seeds, thick lines are means. If
+    `auto` has no runs with its present rule, draw the runs with the earlier rule."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -301,9 +311,11 @@ def draw(tasks: Sequence[Task], path: Path) -> None:
 
     runs_by_task = {}
     for task in tasks:
-        runs = task.runs("verdict", read_results(task.path))
+        runs, title = task.runs("verdict", read_results(task.path)), task.name.replace("_", " ")
+        if "auto" not in runs:
+            runs, title = task.runs_with_earlier_rule(), f"{title}, earlier rule"
         if runs:
-            runs_by_task[task.name] = runs
+            runs_by_task[title] = runs
     if not runs_by_task:
         return
     size = (1 + 3.2 * len(runs_by_task), 5)
@@ -323,7 +335,7 @@ def draw(tasks: Sequence[Task], path: Path) -> None:
                 axis.plot(x, y, color=color, linewidth=2.5, label=arm)
             axis.set_ylim(bottom=0)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0, column].set_title(name.replace("_", " "))
+        axes[0, column].set_title(name)
         axes[1, column].set_xlabel("thousand generated tokens")
     axes[0, 0].set_ylabel("pass@1, %")
     axes[1, 0].set_ylabel("pass@8, %")
