@@ -3,6 +3,7 @@
 Hints and replay have tests of their own, in `test_hints_and_replay.py`.
 """
 
+import math
 import re
 from dataclasses import replace
 from random import Random
@@ -130,38 +131,52 @@ def test_the_more_groups_have_contrast_the_better_an_explorer_must_be(with_contr
     assert counts[best] > 395
 
 
-def test_an_explorer_without_success_costs_a_limited_share_of_the_tokens():
-    estimates = Estimates(["tree", "pivots"], discount=1.0, min_share=0.3, max_cost=0.2)
-    random = Random(0)
-    for batch in range(300):
+@pytest.mark.parametrize(("prompts", "cost"), [(1, 8), (2, 1), (8, 4), (32, 8)])
+def test_explorers_without_success_cost_a_limited_share_of_the_tokens(prompts, cost):
+    estimates = Estimates(["tree", "pivots"], discount=0.9, min_share=0.3, max_cost=0.1)
+    random, spent = Random(0), 0
+    for _ in range(600):
         estimates.begin_batch()
-        estimates.add(PLAIN, contrast=2, tokens=1000, prompts=10)
-        sources = estimates.choose([["tree", "pivots"]] * 6, random=random)
+        estimates.add(PLAIN, contrast=0.5 * prompts, tokens=100 * prompts, prompts=prompts)
+        sources = estimates.choose([["tree", "pivots"]] * prompts, random=random)
         for name in ("tree", "pivots"):
             number = sources.count(name)
-            estimates.add(name, contrast=0, tokens=500 * number, prompts=number)  # five times a fresh prompt
-            # Once the limit is exceeded, no prompt follows. The first batch does not know the cost of a prompt.
-            if number:
-                most = 0.1 * estimates.sums[PLAIN].tokens + (500 if batch else 1000)
-                assert estimates.sums[name].tokens <= most
-    for name in ("tree", "pivots"):
-        assert estimates.sums[name].tokens > 0.05 * estimates.sums[PLAIN].tokens
+            spent += 100 * cost * number
+            estimates.add(name, contrast=0, tokens=100 * cost * number, prompts=number)
+    # Within the memory, fresh prompts have 5 or more groups with contrast. So 5/6 or more of the tokens are subtracted.
+    # At the end, the last try of each explorer may not be paid back yet.
+    assert 0.05 < spent / (600 * 100 * prompts) < 0.1 * 6 / 5 + 0.02
 
 
-def test_the_limit_leaves_out_neither_good_explorers_nor_batches_without_contrast():
-    assert chosen({PLAIN: 0.01, "tree": 0.03}, max_cost=0.0)["tree"] == 400
-    assert chosen({PLAIN: 0.01, "tree": 0.001, "pivots": 0.03}, max_cost=0.0)["pivots"] == 400
-    # Where fresh prompts yield nothing, nothing is lost.
-    assert chosen({PLAIN: 0.0, "tree": 0.0}, max_cost=0.0)["tree"] > 100
-    # After a failure, an explorer is tried again when its tokens are forgotten.
-    estimates = Estimates(["tree"], discount=0.5, min_share=1e-9, max_cost=0.1)
-    estimates.add("tree", contrast=0, tokens=1000, prompts=1)
-    found = []
-    for _ in range(12):
+def test_the_limit_keeps_good_explorers_and_ends_where_fresh_prompts_yield_nothing():
+    assert chosen({PLAIN: 0.01, "tree": 0.03}, max_cost=0.1)["tree"] == 400
+    assert chosen({PLAIN: 0.01, "tree": 0.001, "pivots": 0.03}, max_cost=0.1)["pivots"] == 400
+    assert chosen({PLAIN: 0.0, "tree": 0.0}, max_cost=0.1)["tree"] > 100
+    # With 0, not even such a prompt is explored.
+    assert chosen({PLAIN: 0.0, "tree": 0.03}, max_cost=0.0)["tree"] == 0
+
+
+def test_what_a_prompt_costs_is_not_forgotten_before_the_prompts_are():
+    estimates = Estimates(["tree"], discount=0.9, min_share=1e-9, max_cost=0.1)
+    estimates.add("tree", contrast=0, tokens=800, prompts=1)
+    for _ in range(30):
         estimates.begin_batch()
-        estimates.add(PLAIN, contrast=1, tokens=100, prompts=10)
-        found.append("tree" in estimates.choose([["tree"]] * 20, random=Random(0)))
-    assert not any(found[:5]) and found[-1]
+        estimates.add(PLAIN, contrast=8, tokens=1600, prompts=16)
+        estimates.credit["tree"] = 1000.0
+    # The expected cost of a prompt is still 800 tokens, of which nearly all count.
+    assert [estimates._is_affordable("tree", number) for number in range(4)] == [True, True, False, False]
+
+
+def test_one_group_with_contrast_does_not_end_exploring_for_good():
+    estimates = Estimates(["tree"], discount=0.9, min_share=0.0, max_cost=0.1)
+    random, late = Random(0), 0
+    for batch in range(200):
+        estimates.begin_batch()
+        estimates.add(PLAIN, contrast=float(batch == 0), tokens=200, prompts=2)
+        number = estimates.choose([["tree"]] * 2, random=random).count("tree")
+        estimates.add("tree", contrast=0, tokens=800 * number, prompts=number)
+        late += number * (batch >= 100)
+    assert late > 50
 
 
 def test_an_explorer_without_rows_is_as_attractive_as_fresh_prompts():
@@ -214,6 +229,7 @@ def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows
     assert again.num_unsolved == again.num_compared == 3
     # Checkpoints of earlier versions have two sums of a source.
     again.load_state_dict({"sums": {"tree": [3, 40]}, "counts": [5, 4, 2]})
+    assert again.credit == {"tree": 0.0, "pivots": 0.0}
     assert again.state_dict()["sums"]["tree"] == [3, 40, 0.0] and again.fresh_with_contrast == 0
 
 
@@ -237,7 +253,7 @@ def test_each_explorer_adds_rows_for_unsolved_prompts(name, tmp_path):
 def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
     asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0, "with contrast": 0}
-    trainer.branch_explorer.estimates.discount = 1.0
+    trainer.args.explore_discount = 1.0
     for _ in range(6):
         one_batch(trainer)
         rewards = trainer.scorer.totals().view(-1, 4)
@@ -264,9 +280,22 @@ def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_
     assert sums["resample"].tokens == asked["tokens"]
     rate = trainer._metrics["train"]["explore/contrast_per_token/resample"][-1]
     assert rate == asked["contrast"] / asked["tokens"]
-    debt = asked["plain"] / asked["plain tokens"] * asked["tokens"] - asked["contrast"]
-    logged = trainer._metrics["train"]["explore/debt/resample"][-1]
-    assert logged == pytest.approx(max(0.0, debt) / asked["plain"])
+    assert "explore/credit/resample" not in trainer._metrics["train"]  # there is no limit
+
+
+def test_the_credit_is_logged_and_follows_the_trainers_field(tmp_path):
+    options = dict(reward_funcs=hard, explorers=["resample"], explore_discount=1.0)
+    trainer = make_trainer(*AUTO, tmp_path, **options)
+    metrics = trainer._metrics["train"]
+    for _ in range(4):
+        one_batch(trainer)
+    estimates = trainer.branch_explorer.estimates
+    assert metrics["explore/credit/resample"][-1] == estimates.credit["resample"]
+    assert estimates.credit["resample"] <= 0.1 * estimates.sums[PLAIN].tokens
+    assert metrics["explore/share/resample"] != [0.0] * 4
+    trainer.args.explore_max_cost = 0.0
+    one_batch(trainer)
+    assert estimates.max_cost == 0 and metrics["explore/share/resample"][-1] == 0
 
 
 def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path):
@@ -289,7 +318,7 @@ def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path)
 def test_rows_that_are_masked_are_no_contrast(tmp_path, success_reward):
     options = dict(explorers=["resample"], success_reward=success_reward, **ALWAYS)
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=graded, mask_truncated_completions=True, **options)
-    trainer.branch_explorer.estimates.discount = 1.0
+    trainer.args.explore_discount = 1.0
     num_signals = num_trained = num_masked_groups = 0
     for _ in range(4):
         output = one_batch(trainer)
@@ -730,7 +759,11 @@ BAD = {
     ),
     "discount of 0": (dict(explore_discount=0.0), r"`explore_discount=0.0` must be in \(0, 1\]"),
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
-    "cost below 0": (dict(explore_max_cost=-0.1), r"`explore_max_cost=-0.1` must be at least 0, or None for no limit"),
+    "cost below 0": (
+        dict(explore_max_cost=-0.1),
+        r"`explore_max_cost=-0.1` must be a finite number of at least 0, or None",
+    ),
+    "endless cost": (dict(explore_max_cost=math.inf), r"`explore_max_cost=inf` must be a finite number of at least 0"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "environment state": (dict(environment_state="kept"), "`environment_state`: unknown value 'kept'"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),

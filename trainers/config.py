@@ -169,7 +169,7 @@ CHECKS = (
     check_auto,
     within("explore_discount", above=0, high=1, words="be in (0, 1]; 1 forgets nothing"),
     within("explore_min_share", low=0, high=1, words="be in [0, 1]; 0 never forces a try"),
-    at_least(0, "explore_max_cost", optional=True, words=", or None for no limit"),
+    within("explore_max_cost", low=0, optional=True, words="be a finite number of at least 0, or None for no limit"),
     one_of("environment_state", STATES),
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
@@ -276,13 +276,13 @@ class ExplorationConfig(GRPOConfig):
             the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
-            estimates current. With 1, every unsolved prompt is explored.
+            estimates current. Explorers without credit (`explore_max_cost`) do not count. With 1, there is no limit,
+            and every unsolved prompt is explored.
         explore_max_cost (`float`, *optional*, defaults to `0.1`):
-            Limit of what `explore="auto"` spends on tries, as a share of GRPO's own contrast, at least 0. The debt of
-            an explorer is the contrast that fresh prompts would have yielded for its tokens, minus the contrast that
-            it yielded. An explorer is not used while its debt is larger than the limit, divided by the number of
-            explorers. So explorers without success cost about this share of the tokens. `None`, or
-            `explore_min_share=1`: no limit.
+            Share of tokens that tries without success may cost with `explore="auto"`, at least 0. All explorers
+            together get this share of GRPO's tokens as credit. Their own tokens are subtracted, and contrast that they
+            find adds to it. An explorer without credit is not used. If GRPO's groups have hardly any contrast, tries
+            may cost more. 0 explores nothing. `None`, or `explore_min_share=1`: no limit.
         environment_state (`str`, *optional*, defaults to `"auto"`):
             Way to restore an agent's environments for branches: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A
             branch needs the state of an earlier turn. `"snapshot"` calls the environment's own `snapshot()` and

@@ -34,10 +34,10 @@ class Estimates:
     divided by the share of fresh prompts without contrast. If nearly all groups of a batch have contrast already, more
     of it hardly improves the update, but the tokens are missing for later updates.
 
-    Tries have a limit. The debt of an explorer is the contrast that fresh prompts would have yielded for its tokens,
-    minus the contrast that it yielded. All explorers together may have a debt of `max_cost` times the contrast of
-    `PLAIN`, each an equal share of it. An explorer with a larger debt is not chosen. The sums are discounted, so it
-    is tried again later.
+    Tries have a limit. Each explorer has a credit, in tokens. Tokens of fresh prompts add to it: `max_cost` times
+    their number, divided equally among the explorers. The tokens of the explorer are subtracted. For contrast that it
+    yielded, the tokens are added that fresh prompts need for as much contrast. An explorer without credit is not
+    chosen. If fresh prompts have hardly any contrast, tries hardly cost anything, so fewer tokens are subtracted.
 
     Args:
         explorers (`Sequence[str]`):
@@ -48,8 +48,8 @@ class Estimates:
         min_share (`float`):
             Probability that the choice for a prompt is a uniformly random explorer, in [0, 1].
         max_cost (`float`, *optional*):
-            Limit of the debts of all explorers together, as a share of the contrast of `PLAIN`, at least 0. `None`: no
-            limit.
+            Largest share of tokens that tries without success may cost, at least 0. With 0, no explorer is chosen.
+            `None`: no limit.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Estimates:
     ) -> None:
         self.explorers, self.discount, self.min_share, self.max_cost = tuple(explorers), discount, min_share, max_cost
         self.sums = {name: SourceSums() for name in (PLAIN, *self.explorers)}
+        self.credit = dict.fromkeys(self.explorers, 0.0)  # tokens that each explorer may still use
         self.fresh_with_contrast = 0.0  # discounted number of fresh prompts whose groups have contrast
         # Three numbers of prompts so far. `num_unsolved` counts all unsolved prompts, and `num_compared` the prompts
         # for which explorers were compared with fresh prompts. `num_preferred` counts the prompts for which an
@@ -77,6 +78,16 @@ class Estimates:
         sums.contrast += contrast
         sums.tokens += tokens
         sums.prompts += prompts
+        if self.max_cost is None:
+            return
+        share = self.max_cost / max(len(self.explorers), 1)
+        for name in self.explorers:
+            if source == PLAIN:
+                self.credit[name] += share * tokens
+            elif source == name:
+                self.credit[name] -= self._cost(tokens, contrast=contrast)
+            # Without this bound, an explorer that was good for a long time could waste as many tokens later.
+            self.credit[name] = min(self.credit[name], share * self.sums[PLAIN].tokens)
 
     def rate(self, source: str) -> float | None:
         """Return groups with contrast per token. None if the source was never used."""
@@ -84,12 +95,6 @@ class Estimates:
         if not sums.tokens:
             return None
         return sums.contrast / sums.tokens
-
-    def debt(self, name: str) -> float:
-        """Return the contrast that fresh prompts would have yielded for the tokens of an explorer, minus the contrast
-        that it yielded."""
-        plain, own = self.sums[PLAIN], self.sums[name]
-        return plain.contrast / max(plain.tokens, 1.0) * own.tokens - own.contrast
 
     def choose(self, possible: Sequence[Collection[str]], *, random: Random) -> list[str]:
         """
@@ -125,7 +130,12 @@ class Estimates:
         """Return the sums and counts, for a checkpoint."""
         saved = {name: [sums.contrast, sums.tokens, sums.prompts] for name, sums in self.sums.items()}
         counts = [self.num_unsolved, self.num_compared, self.num_preferred]
-        return {"sums": saved, "counts": counts, "fresh_with_contrast": self.fresh_with_contrast}
+        return {
+            "sums": saved,
+            "counts": counts,
+            "fresh_with_contrast": self.fresh_with_contrast,
+            "credit": self.credit,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint. An explorer that is not in the checkpoint starts with empty sums."""
@@ -134,22 +144,31 @@ class Estimates:
             sums.contrast, sums.tokens, sums.prompts = values[:3]
         self.num_unsolved, self.num_compared, self.num_preferred = state["counts"]
         self.fresh_with_contrast = state.get("fresh_with_contrast", 0.0)
+        for name in self.explorers:
+            self.credit[name] = state.get("credit", {}).get(name, 0.0)
+
+    def _cost(self, tokens: float, *, contrast: float) -> float:
+        """Return by how much the credit of an explorer decreases for these tokens and this contrast."""
+        # Fresh prompts without contrast lose nothing by tries. The weight is 1/2 for one group with contrast.
+        plain = self.sums[PLAIN].contrast
+        weight = plain / (1 + plain)
+        return weight * tokens - contrast * self._prior_tokens()
 
     def _is_affordable(self, name: str, num_pending: int) -> bool:
-        """Return whether the debt of an explorer is within its share of the limit. It has `num_pending` further
-        prompts in this batch, whose rows are not counted yet."""
+        """Return whether an explorer has credit. It has `num_pending` further prompts in this batch, whose rows are
+        not counted yet."""
         if self.max_cost is None:
             return True
-        plain, own = self.sums[PLAIN], self.sums[name]
-        plain_rate = plain.contrast / max(plain.tokens, 1.0)
+        if not num_pending:
+            return self.credit[name] > 0
+        own, plain = self.sums[name], self.sums[PLAIN]
         # Assume as many tokens for a pending prompt as for earlier prompts of this explorer. Without such prompts,
         # assume as many as for a fresh prompt.
         seen = own if own.prompts else plain
-        pending_tokens = num_pending * seen.tokens / max(seen.prompts, 1.0)
-        # Assume a low rate, as if the explorer had also sampled the tokens of the prior without any contrast.
-        low_rate = own.contrast / (own.tokens + self._prior_tokens())
-        debt = self.debt(name) + pending_tokens * (plain_rate - low_rate)
-        return debt <= self.max_cost * plain.contrast / len(self.explorers)
+        tokens = num_pending * seen.tokens / seen.prompts if seen.prompts else 0.0
+        # Assume little contrast, as if the explorer had also sampled the tokens of the prior without any contrast.
+        contrast = tokens * own.contrast / (own.tokens + self._prior_tokens())
+        return self.credit[name] > self._cost(tokens, contrast=contrast)
 
     def _best(self, explorers: Sequence[str], random: Random) -> str:
         """Return the source with the largest sampled rate: one of these explorers, or `PLAIN`."""

@@ -62,14 +62,8 @@ class AutoExplorer(BranchExplorer):
             explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own_options.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
-        min_share, max_cost = self.args.explore_min_share, self.args.explore_max_cost
-        if self.args.explore != "auto":
-            min_share = 1.0  # always use the single explorer
-        if min_share == 1:
-            max_cost = None  # every unsolved prompt is explored, whatever it costs
-        self.estimates = Estimates(
-            [*options], discount=self.args.explore_discount, min_share=min_share, max_cost=max_cost
-        )
+        self.estimates = Estimates([*options], discount=1.0, min_share=0.0)
+        self._follow_arguments()
         self.num_batches = 0
         # State of the newest generation batch: sums over its rounds and over all processes.
         self._num_prompts = 0  # without fillers
@@ -90,9 +84,19 @@ class AutoExplorer(BranchExplorer):
 
     def begin_batch(self) -> None:
         self._num_prompts, self._num_chosen, self._totals = 0, Counter(), {}
+        self._follow_arguments()
         self.estimates.begin_batch()
         for explorer in self.explorers.values():
             explorer.begin_batch()
+
+    def _follow_arguments(self) -> None:
+        """Give the estimates the fields of the trainer, which callbacks may change during training."""
+        args, estimates = self.args, self.estimates
+        estimates.discount, estimates.max_cost = args.explore_discount, args.explore_max_cost
+        # `explore="hints"` and `"replay"` have a single explorer, which is always used.
+        estimates.min_share = args.explore_min_share if args.explore == "auto" else 1.0
+        if estimates.min_share == 1:
+            estimates.max_cost = None  # every unsolved prompt is explored, whatever it costs
 
     def assign(self, groups: Sequence[ScoredGroup], output: RowDict) -> list[tuple[BranchExplorer, list[ScoredGroup]]]:
         """
@@ -253,11 +257,9 @@ class AutoExplorer(BranchExplorer):
             rate = self.estimates.rate(source)
             if rate is not None:
                 self.policy.log_metric(f"explore/contrast_per_token/{source}", rate)
-        plain_contrast = self.estimates.sums[PLAIN].contrast
-        for name in self.explorers:
-            if self.estimates.rate(name) is not None and plain_contrast:
-                debt = max(0.0, self.estimates.debt(name))
-                self.policy.log_metric(f"explore/debt/{name}", debt / plain_contrast)
+        if self.estimates.max_cost is not None:
+            for name, credit in self.estimates.credit.items():
+                self.policy.log_metric(f"explore/credit/{name}", credit)
         for name, share in self._shares.items():
             self.policy.log_metric(f"explore/share/{name}", share)
 

@@ -17,8 +17,8 @@ _METRICS = {
     "counts with the share of its rows that failed. Both sums are discounted by `explore_discount`",
     "explore/contrast_per_token/...": "the same for each explorer that was used: rows with an advantage, in units of "
     "`num_generations`, per generated token, or per trained token if more tokens are trained",
-    "explore/debt/...": "debt of each explorer that was used, divided by the contrast of GRPO's own rows, at least 0. "
-    "If it is larger than `explore_max_cost` divided by the number of explorers, this explorer is not used",
+    "explore/credit/...": "tokens that each explorer may still use; it is not used while this is 0 or less. Not "
+    "logged without a limit (`explore_max_cost`)",
     "explore/share/...": "share of the batch's prompts that each explorer got",
     "explore/sampled_tokens/...": "tokens that an explorer sampled in a batch, including discarded completions",
     "explore/solved/...": "share of an explorer's prompts for which it found a success",
