@@ -143,7 +143,7 @@ def test_explorers_without_success_cost_a_limited_share_of_the_tokens(prompts, c
             number = sources.count(name)
             spent += 100 * cost * number
             estimates.add(name, contrast=0, tokens=100 * cost * number, prompts=number)
-    # Within the memory, fresh prompts have 5 or more groups with contrast. So 5/6 or more of the tokens are subtracted.
+    # Within the memory, fresh prompts have 5 or more groups with contrast. So 5/6 or more of the tokens count.
     # At the end, the last try of each explorer may not be paid back yet.
     assert 0.05 < spent / (600 * 100 * prompts) < 0.1 * 6 / 5 + 0.02
 

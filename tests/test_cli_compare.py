@@ -255,7 +255,7 @@ def test_a_wrong_reward_names_the_run_and_how_to_continue(whole, workdir, capsys
     assert compare(OWN, "--output_dir", "out", *more) == 2
     shown = capsys.readouterr().err
     assert "trl-explore: error: DEEP, 2, seed 0: " in shown and "'good' for completion 0" in shown
-    assert "; what is done is kept. Continue with: trl-explore compare " in shown
+    assert "; what is done is kept. Continue with:\n  trl-explore compare " in shown
     assert "Traceback" not in shown
 
 

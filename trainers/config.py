@@ -276,13 +276,13 @@ class ExplorationConfig(GRPOConfig):
             the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
-            estimates current. Explorers without credit (`explore_max_cost`) do not count. With 1, there is no limit,
-            and every unsolved prompt is explored.
+            estimates current. Only explorers with credit are chosen (see `explore_max_cost`). With 1, every unsolved
+            prompt is explored, and `explore_max_cost` has no effect.
         explore_max_cost (`float`, *optional*, defaults to `0.1`):
-            Share of tokens that tries without success may cost with `explore="auto"`, at least 0. All explorers
-            together get this share of GRPO's tokens as credit. Their own tokens are subtracted, and contrast that they
-            find adds to it. An explorer without credit is not used. If GRPO's groups have hardly any contrast, tries
-            may cost more. 0 explores nothing. `None`, or `explore_min_share=1`: no limit.
+            Share of GRPO's tokens that `explore="auto"` gives to all explorers together as credit, at least 0. The
+            tokens of an explorer are subtracted from its credit, and contrast that it finds adds to it. An explorer
+            without credit is not used. So explorers that find no contrast use about this share of tokens, and more if
+            GRPO's groups have hardly any contrast. 0 explores nothing. `None`, or `explore_min_share=1`: no limit.
         environment_state (`str`, *optional*, defaults to `"auto"`):
             Way to restore an agent's environments for branches: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A
             branch needs the state of an earlier turn. `"snapshot"` calls the environment's own `snapshot()` and

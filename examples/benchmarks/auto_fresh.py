@@ -3,8 +3,7 @@
     python examples/benchmarks/auto_fresh.py dead_ends tail_errors
     python examples/benchmarks/auto_fresh.py --report
 
-The runs of `auto_regimes.py` had an earlier rule: without `explore_max_cost`, and with the same weight for contrast
-whether few or most groups of a batch have contrast. The page of `auto` in the documentation explains both rules. All
+The runs of `auto_regimes.py` had an earlier rule. The documentation explains both rules (`docs/auto-earlier.md`). All
 fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/<regime>.csv`, and are not trained
 again.
 

@@ -5,9 +5,10 @@
 The script writes the table to `evidence_table.md`. Run it after `auto_regimes.py` and after `regimes.py train`.
 
 If `auto_results` has a file for a problem, the row comes from this file. There, all arms ran on new seeds, and the
-rival and the method had been chosen before on other seeds. `auto` comes from `auto_fresh_results`, if that folder has
-a file for the problem. Otherwise, the row comes from the verdict stage of the regime. There, `auto` was not measured,
-and the rival and the method were chosen on the seeds of the row itself.
+rival and the method had been chosen before on other seeds. The cell of `auto` comes from `auto_fresh_results`, if that
+folder has a file for the problem. If not, `auto` had its earlier rule. Without a file in `auto_results`, the row comes
+from the verdict stage of the regime. There, `auto` was not measured, and the rival and the method were chosen on the
+seeds of the row itself.
 """
 
 import statistics
@@ -65,7 +66,8 @@ def row_with_auto(regime: Regime) -> list[str]:
     level = statistics.mean(mean_along(points, "tokens", reading, metric) for points in runs[base].values())
     names = [f"{NAMES.get(arm, arm)} {shown[arm]}" for arm in (rival, method)]
     cells = [f"{100 * level:.1f}", *names, verdicts[method]]
-    return [*cells, shown["auto"], verdicts["auto"]]
+    rule = "" if auto_fresh.read(regime) else " (earlier rule)"
+    return [*cells, shown["auto"] + rule, verdicts["auto"]]
 
 
 def results_of(regime: Regime) -> Results:

@@ -266,7 +266,7 @@ def stage_table(task: Task, rows: list[Row]) -> list[str]:
 def verdict_tables(task: Task, runs: Runs) -> list[str]:
     """Return a table of these runs of the verdict for each kind of cost. By arm, it has each metric before training
     and at a cost that all runs reached, and the difference to GRPO along the curve."""
-    if BASE not in runs:
+    if BASE not in runs or len(runs) == 1:
         return []
     metrics = task.comparison["metrics"]
     lines = []

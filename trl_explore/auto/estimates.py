@@ -32,12 +32,12 @@ class Estimates:
     source with the largest sampled rate. So a source that is probably better is chosen more often, and a source with
     few observations, whose posterior is wide, is still tried. Before the comparison, the sampled rate of `PLAIN` is
     divided by the share of fresh prompts without contrast. If nearly all groups of a batch have contrast already, more
-    of it hardly improves the update, but the tokens are missing for later updates.
+    contrast hardly improves this update, and it costs tokens that later updates could use.
 
     Tries have a limit. Each explorer has a credit, in tokens. Tokens of fresh prompts add to it: `max_cost` times
     their number, divided equally among the explorers. The tokens of the explorer are subtracted. For contrast that it
     yielded, the tokens are added that fresh prompts need for as much contrast. An explorer without credit is not
-    chosen. If fresh prompts have hardly any contrast, tries hardly cost anything, so fewer tokens are subtracted.
+    chosen. The less contrast fresh prompts have, the smaller is the part of the explorer's tokens that is subtracted.
 
     Args:
         explorers (`Sequence[str]`):
@@ -48,8 +48,8 @@ class Estimates:
         min_share (`float`):
             Probability that the choice for a prompt is a uniformly random explorer, in [0, 1].
         max_cost (`float`, *optional*):
-            Largest share of tokens that tries without success may cost, at least 0. With 0, no explorer is chosen.
-            `None`: no limit.
+            Share of the tokens of fresh prompts that is added to the credits of all explorers, at least 0. With 0, no
+            explorer is chosen. `None`: no limit.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Estimates:
         self.credit = dict.fromkeys(self.explorers, 0.0)  # tokens that each explorer may still use
         self.fresh_with_contrast = 0.0  # discounted number of fresh prompts whose groups have contrast
         # Three numbers of prompts so far. `num_unsolved` counts all unsolved prompts, and `num_compared` the prompts
-        # for which explorers were compared with fresh prompts. `num_preferred` counts the prompts for which an
-        # explorer was then chosen.
+        # for which explorers were compared with fresh prompts, also if no explorer had credit. `num_preferred` counts
+        # the prompts for which an explorer was then chosen.
         self.num_unsolved = self.num_compared = self.num_preferred = 0
 
     def begin_batch(self) -> None:
@@ -86,7 +86,8 @@ class Estimates:
                 self.credit[name] += share * tokens
             elif source == name:
                 self.credit[name] -= self._cost(tokens, contrast=contrast)
-            # Without this bound, an explorer that was good for a long time could waste as many tokens later.
+            # Without this bound, an explorer could save credit over a long time, and later use all of it without
+            # finding contrast.
             self.credit[name] = min(self.credit[name], share * self.sums[PLAIN].tokens)
 
     def rate(self, source: str) -> float | None:
@@ -149,7 +150,8 @@ class Estimates:
 
     def _cost(self, tokens: float, *, contrast: float) -> float:
         """Return by how much the credit of an explorer decreases for these tokens and this contrast."""
-        # Fresh prompts without contrast lose nothing by tries. The weight is 1/2 for one group with contrast.
+        # If fresh prompts have no contrast, tokens for tries are not missed, so they do not count. If they have one
+        # group with contrast, half of the tokens count.
         plain = self.sums[PLAIN].contrast
         weight = plain / (1 + plain)
         return weight * tokens - contrast * self._prior_tokens()
@@ -166,7 +168,8 @@ class Estimates:
         # assume as many as for a fresh prompt.
         seen = own if own.prompts else plain
         tokens = num_pending * seen.tokens / seen.prompts if seen.prompts else 0.0
-        # Assume little contrast, as if the explorer had also sampled the tokens of the prior without any contrast.
+        # Assume the explorer's contrast per token, but with the tokens of the prior added to its tokens. So an
+        # explorer with few tokens counts as having little contrast.
         contrast = tokens * own.contrast / (own.tokens + self._prior_tokens())
         return self.credit[name] > self._cost(tokens, contrast=contrast)
 

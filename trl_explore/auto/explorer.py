@@ -62,7 +62,7 @@ class AutoExplorer(BranchExplorer):
             explorer = EXPLORER_TABLE[name].make(policy, forks, scorer, args=own_options.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
-        self.estimates = Estimates([*options], discount=1.0, min_share=0.0)
+        self.estimates = Estimates([*options], discount=1.0, min_share=0.0)  # the next line sets the real values
         self._follow_arguments()
         self.num_batches = 0
         # State of the newest generation batch: sums over its rounds and over all processes.

@@ -21,6 +21,7 @@ from trl_explore.machine.threads import limit_threads
 from trl_explore.runs.workers import WorkerFailed, Workers
 from trl_explore.saving.full_disk import DISK_FULL_TEXT
 from trl_explore.tasks.tiny_model import build_model
+from trl_explore.visible_text import visible_text
 
 
 def run_comparison(
@@ -41,7 +42,8 @@ def run_comparison(
             If `True`, construct every arm's trainer before the first run starts.
 
     Returns:
-        `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, or 1 if a worker process failed.
+        `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, 2 if a run cannot go on because of its data or its
+        reward functions, or 1 if a worker process failed.
     """
     try:
         if check_arms:
@@ -53,10 +55,10 @@ def run_comparison(
         if folder.missing():
             datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
             with _executor(folder, processes) as executor:
-                try:
-                    train_missing(folder, executor)
-                except UsageError as error:
-                    raise UsageError(f"{str(error).rstrip('.')}; {_continuation(command)}") from error
+                problem = _train(folder, executor)
+            if problem is not None:
+                print(f"trl-explore: error: {problem}; {_continuation(command)}", file=sys.stderr)
+                return 2
         _show(folder)
     except (KeyboardInterrupt, Interrupted):
         print(f"\nStopped; {_continuation(command)}", file=sys.stderr)
@@ -68,6 +70,15 @@ def run_comparison(
         print(f"{details}trl-explore: error: {error}; {_continuation(command)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _train(folder: ComparisonFolder, executor: Executor) -> str | None:
+    """Call [`train_missing`]. Return the problem of a run that cannot go on, or None."""
+    try:
+        train_missing(folder, executor)
+    except UsageError as error:
+        return visible_text(" ".join(str(error).split())).rstrip(".")
+    return None
 
 
 def _continuation(command: list[str]) -> str:

@@ -437,7 +437,7 @@ def _describe_missing_rewards(comparison: Comparison, *, num_rows: int) -> str:
     return (
         f"{field}={value!r} returned no reward for any sample of the {num_rows} held-out rows, so nothing can be "
         "measured. Correct the columns of these rows that the reward function reads, such as the gold answers; or "
-        f"{remedy}. Finished runs and checkpoints are kept"
+        f"{remedy}"
     )
 
 
