@@ -201,7 +201,7 @@ def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole
 
     Path("stop").write_text("error 3")
     assert compare(OWN, "--output_dir", "out") == 2
-    assert "'contains_answer' raised RuntimeError in compare_rewards.py, line 20: the rew" in capsys.readouterr().err
+    assert "'contains_answer' raised RuntimeError in compare_rewards.py, line 22: the rew" in capsys.readouterr().err
     assert stamps("out") == finished
 
     assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out"]) == 0

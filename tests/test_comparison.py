@@ -105,7 +105,7 @@ def test_an_evaluation_of_an_agent_without_any_reward_is_an_error(tmp_path, agen
     document = {"num_eval": 2, **at_ends, "common": {"max_completion_length": 16}}
     trainer, evaluate = built(document, tmp_path, agents_start)
     trainer.reward_funcs[0] = lambda question, **columns: [None] * len(question)
-    with pytest.raises(UsageError, match="^GRPO, seed 3: task='multi_hop' returned no reward .* 2 held-out rows"):
+    with pytest.raises(UsageError, match="^task='multi_hop' returned no reward .* 2 held-out rows"):
         evaluate("start")
 
 
