@@ -124,7 +124,7 @@ def test_equally_good_sources_share_the_prompts_and_little_evidence_is_tried():
     assert counts["tree"] > counts["pivots"] > 10
 
 
-@pytest.mark.parametrize(("with_contrast", "best"), [(0.0, "tree"), (0.4, "tree"), (0.6, PLAIN), (1.0, PLAIN)])
+@pytest.mark.parametrize(("with_contrast", "best"), [(0.0, "tree"), (0.4, "tree"), (0.6, PLAIN), (0.99, PLAIN)])
 def test_the_more_groups_have_contrast_the_better_an_explorer_must_be(with_contrast, best):
     # Twice the contrast per token is enough if fewer than half of the groups have contrast.
     counts = chosen({PLAIN: 0.1, "tree": 0.2}, with_contrast=with_contrast)

@@ -164,8 +164,8 @@ class Estimates:
         if not num_pending:
             return self.credit[name] > 0
         own, plain = self.sums[name], self.sums[PLAIN]
-        # Assume as many tokens for a pending prompt as for earlier prompts of this explorer. Without such prompts,
-        # assume as many as for a fresh prompt.
+        # A pending prompt is expected to cost the explorer's mean number of tokens per prompt. If the explorer was not
+        # used yet, use the mean of fresh prompts.
         seen = own if own.prompts else plain
         tokens = num_pending * seen.tokens / seen.prompts if seen.prompts else 0.0
         # Assume the explorer's contrast per token, but with the tokens of the prior added to its tokens. So an
@@ -175,9 +175,8 @@ class Estimates:
 
     def _best(self, explorers: Sequence[str], random: Random) -> str:
         """Return the source with the largest sampled rate: one of these explorers, or `PLAIN`."""
+        # The share is below 1, because the unsolved prompt itself is a fresh prompt without contrast.
         share = self.fresh_with_contrast / max(self.sums[PLAIN].prompts, 1.0)
-        if share >= 1:
-            return PLAIN
         rates = {PLAIN: self._draw(PLAIN, random) / (1 - share)}
         for name in explorers:
             rates[name] = self._draw(name, random)
