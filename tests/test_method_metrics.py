@@ -28,6 +28,8 @@ RUNS = {
         *(("auto", dict(explorers=[name], explore_min_share=1.0)) for name in ("tree", "pivots", "resample")),
         ("auto", dict(explorers=["sketches"], explore_min_share=1.0, explorer_options={"sketches": TINY_SKETCHES})),
         ("auto", dict(explore="hints", train_dataset=HINTED, explorer_options={"hints": {"hint_samples": 8}})),
+        # With a limit, so that the credit is logged.
+        ("auto", dict(explorers=["resample"])),
         # Two prompts, so that a prompt comes back after it was solved.
         ("auto", dict(explore="replay", train_dataset=make_dataset().select([0, 7]), max_steps=12)),
     ],
