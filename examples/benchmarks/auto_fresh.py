@@ -18,12 +18,12 @@ from pathlib import Path
 
 import auto_regimes
 from auto_regimes import COSTS, Runs, arms_of, gaps, reading_of, shown, verdict
-from regimes_plan import Regime, folder, load_regimes
+from regime_script import run_script, script_parser
+from regimes_plan import Regime, folder
 from regimes_results import by_arm_and_seed, read_results
 from stages import Stage
 
 from trl_explore.compare.costs import mean_along
-from trl_explore.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parent / "auto_fresh_results"
 SEEDS = list(range(90, 100))  # no earlier run of this project used them
@@ -76,22 +76,13 @@ def report() -> str:
 
 def main() -> None:
     """Train the named regimes unless `--report` is set, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
+    parser = script_parser(__doc__, output_dir="out/auto_fresh")
     parser.add_argument("--arms", nargs="*", default=["GRPO", "auto"])
-    parser.add_argument("--output_dir", type=Path, default=Path("out/auto_fresh"))
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
-    args = parser.parse_args()
-    try:
-        for regime in load_regimes(args.regimes):
-            if not args.report:
-                stage_of(regime, args.output_dir, args.arms).train(processes=args.processes)
-    except UsageError as error:
-        parser.error(str(error))
-    text = report()
-    (RESULTS / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+
+    def train(regime: Regime, args: argparse.Namespace) -> None:
+        stage_of(regime, args.output_dir, args.arms).train(processes=args.processes)
+
+    run_script(parser, train, report, results=RESULTS)
 
 
 if __name__ == "__main__":

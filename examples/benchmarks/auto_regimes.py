@@ -24,12 +24,12 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
-from regimes_plan import Arm, Regime, folder, load_regimes
+from regime_script import run_script, script_parser
+from regimes_plan import Arm, Regime, folder
 from regimes_results import Row, by_arm_and_seed, read_results, to_runs
 from stages import Stage
 
 from trl_explore.compare.costs import interval, mean_along
-from trl_explore.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "auto_results"
@@ -196,22 +196,13 @@ def report() -> str:
 
 def main() -> None:
     """Train the named regimes unless `--report` is set, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
+    parser = script_parser(__doc__, output_dir="out/auto")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--output_dir", type=Path, default=Path("out/auto"))
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
-    args = parser.parse_args()
-    try:
-        for regime in load_regimes(args.regimes):
-            if not args.report:
-                stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
-    except UsageError as error:
-        parser.error(str(error))
-    text = report()
-    (RESULTS / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+
+    def train(regime: Regime, args: argparse.Namespace) -> None:
+        stage_of(regime, args.seeds, args.output_dir).train(processes=args.processes)
+
+    run_script(parser, train, report, results=RESULTS)
 
 
 if __name__ == "__main__":

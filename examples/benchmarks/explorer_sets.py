@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from auto_regimes import COSTS, best_with_role, explorers_of, gaps, shown
-from regimes_plan import Regime, folder, load_regimes
+from regime_script import run_script, script_parser
+from regimes_plan import Regime, folder
 from regimes_results import by_arm_and_seed, read_results
 from stages import Stage
-
-from trl_explore.errors import UsageError
 
 RESULTS = Path(__file__).resolve().parent / "explorer_sets_results"
 SEEDS = list(range(330, 336))  # no earlier run of this project used them
@@ -66,21 +65,11 @@ def report() -> str:
 
 def main() -> None:
     """Train the named regimes unless `--report` is set, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/explorer_sets"))
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--report", action="store_true", help="do not train; write and print the table")
-    args = parser.parse_args()
-    try:
-        for regime in load_regimes(args.regimes):
-            if not args.report:
-                stage_of(regime, args.output_dir).train(processes=args.processes)
-    except UsageError as error:
-        parser.error(str(error))
-    text = report()
-    (RESULTS / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+
+    def train(regime: Regime, args: argparse.Namespace) -> None:
+        stage_of(regime, args.output_dir).train(processes=args.processes)
+
+    run_script(script_parser(__doc__, output_dir="out/explorer_sets"), train, report, results=RESULTS)
 
 
 if __name__ == "__main__":

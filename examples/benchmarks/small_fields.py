@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from auto_regimes import Runs, best_with_role, gaps, reading_of, shown
-from regimes_plan import Regime, folder, load_regimes
+from regime_script import run_script, script_parser
+from regimes_plan import Regime, folder
 from regimes_results import by_arm_and_seed, read_results
 from stages import Stage
 
 from trl_explore.compare.costs import mean_along
-from trl_explore.errors import UsageError
 from trl_explore.runs.tasks import find_run_task
 
 RESULTS = Path(__file__).resolve().parent / "small_fields_results"
@@ -76,14 +76,16 @@ def stage_of(regime: Regime, output_dir: Path, stage: str, arms: dict[str, dict[
     return Stage(stage, document, path, output_dir / regime.name, seeds=seeds)
 
 
-def train(regime: Regime, output_dir: Path, seeds: list[int]) -> None:
-    """Train all variants on the development seeds, and then the best variant of each arm on these seeds."""
+def train(regime: Regime, args: argparse.Namespace) -> None:
+    """Train all variants on the development seeds, and then the best variant of each arm on the other seeds."""
     arms = {}
     for arm, values in arms_of(regime).items():
         for number, options in enumerate(values, start=1):
             arms[f"{arm} / {number}"] = options
-    stage_of(regime, output_dir, "knob", arms, list(KNOB_SEEDS)).train()
-    stage_of(regime, output_dir, "verdict", chosen(regime), seeds).train()
+    knob = stage_of(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS))
+    knob.train(processes=args.processes)
+    verdict = stage_of(regime, args.output_dir, "verdict", chosen(regime), args.seeds)
+    verdict.train(processes=args.processes)
 
 
 def document_of(regime: Regime, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -151,21 +153,10 @@ def report() -> str:
 
 def main() -> None:
     """Tune and train the named regimes unless `--report` is set, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", default=["dead_ends", "coverage", "many_solutions"])
+    parser = script_parser(__doc__, output_dir="out/small_fields")
+    parser.set_defaults(regimes=["dead_ends", "coverage", "many_solutions"])
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--output_dir", type=Path, default=Path("out/small_fields"))
-    parser.add_argument("--report", action="store_true", help="do not train; write and print the table")
-    args = parser.parse_args()
-    try:
-        for regime in load_regimes(args.regimes):
-            if not args.report:
-                train(regime, args.output_dir, args.seeds)
-    except UsageError as error:
-        parser.error(str(error))
-    text = report()
-    (RESULTS / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+    run_script(parser, train, report, results=RESULTS)
 
 
 if __name__ == "__main__":
