@@ -62,7 +62,7 @@ def test_all_arms_of_all_tasks_are_valid(pretrained):
 
 
 def test_each_stage_gets_the_best_values_of_the_stages_before_it(pretrained):
-    task = pretrained.read_tasks()["countdown"]
+    task = pretrained.read_tasks()["jugs"]
     assert task.document("verdict", [])["arms"][0]["options"] == {"learning_rate": task.first_rate}
     rows = rows_of(task, "rates", [], {"GRPO, 1e-05": 0.9})
     fields = {arm["name"]: arm for arm in task.document("fields", rows)["arms"]}
@@ -141,7 +141,7 @@ def test_the_table_has_paired_differences_and_names_other_starts(pretrained):
     assert "Seeds whose model before training was not GRPO's: auto: 12." in pretrained.report([task])
     pretrained.draw([task], pretrained.PICTURE)
     assert pretrained.PICTURE.stat().st_size > 1000
-    assert pretrained.status([task]).startswith("jugs: missing: fields 8, verdict ")
+    assert pretrained.status([task]).startswith("jugs: missing: fields 14, verdict ")
 
 
 def test_the_table_of_samples_has_a_row_per_problem(monkeypatch):
