@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from commands import run_example
+from commands import TINY_RUN, as_flags, run_example
 from peft import LoraConfig
 from test_branpo import Judged, Lake, OwnState, Uncopyable, Voice, make, only_a_branch_succeeds
 from trl import GRPOConfig, GRPOTrainer
@@ -82,7 +82,6 @@ def test_leaves_that_are_trained_hold_the_first_and_are_drawn_without_replacemen
 
 
 SETTINGS = {
-    "plain": {},
     "beta": dict(beta=0.1),
     "two iterations": dict(num_iterations=2, max_steps=4),
     "lora": dict(peft_config=LORA, gradient_accumulation_steps=2, steps_per_generation=4),
@@ -119,23 +118,6 @@ def test_agents_without_expansions_are_grpo_bit_for_bit(tmp_path, voice):
         trainer.train()
         runs.append(parameters(trainer))
     assert_same(*runs)
-
-
-def test_solved_prompts_that_are_not_explored_have_grpos_rows_and_advantages(tmp_path, voice):
-    voice()
-
-    def solved(environments, **columns):
-        return [1.0 - 0.5 * (environment.episode.steps % 2) for environment in environments]
-
-    rows = []
-    for own in (OFF, dict(explore_prompts="unsolved")):
-        torch.manual_seed(0)
-        trainer = agent(tmp_path, reward_funcs=[solved], **own)
-        rows.append(one_batch(trainer))
-    assert torch.equal(rows[0]["completion_ids"], rows[1]["completion_ids"])
-    assert torch.equal(rows[0]["advantages"], rows[1]["advantages"])
-    assert trainer._metrics["train"]["explore_share"] == [0.0]
-    assert "branch" not in trainer.stream_training.prepared
 
 
 # ----------------------------------------------------------------------------------------------- what is sampled
@@ -248,10 +230,20 @@ def test_each_knob_changes_what_agents_learn(tmp_path, voice):
 def test_a_branch_whose_environment_raises_is_no_leaf(tmp_path, voice, monkeypatch):
     voice(0.1)
     monkeypatch.setattr(Lake, "breaks", "u")
-    trainer = agent(tmp_path, num_expansions=4)
+    asked = []
+
+    def noted(environments, **columns):
+        asked.append([environment_error(environment) for environment in environments])
+        return [0.0] * len(environments)
+
+    trainer = agent(tmp_path, num_expansions=4, reward_funcs=[noted])
     with pytest.warns(UserWarning, match="no ice to the u"):
         one_batch(trainer)
     sound = [row for row in range(8) if not trainer.turns.failed[row]]
+    assert asked[0] == [None] * len(sound)  # reward functions are not asked about the others
+    for row in {*range(8)} - {*sound}:  # that turn was the last one
+        moves = trainer._tokenizer.decode(trainer.main_completion_ids[row]).split("!move:direction=")
+        assert [move.startswith("u") for move in moves] == [False] * (len(moves) - 1) + [True]
     dropped = trainer._metrics["train"]["branch/dropped"][0]
     assert sorted(trainer.branch_explorer.trees) == sound and 0 < len(sound) < 8 and dropped > 0
     assert sum(len(tree.branches) for tree in trainer.branch_explorer.trees.values()) == 4 * len(sound) - dropped
@@ -337,8 +329,7 @@ def test_the_example_trains_offline(tmp_path, monkeypatch):
     model.config.max_position_embeddings = 2048
     model.save_pretrained(tmp_path / "model")
     build_tokenizer(tools=True).save_pretrained(tmp_path / "model")
-    options = ["--model_name_or_path", "model", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
-    options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "2"]
-    options += ["--max_completion_length", "32", "--output_dir", "out", "--report_to", "none", "--num_questions", "8"]
-    run_example("agent_tree_grpo_search_agent.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
+    fields = {**TINY_RUN, "model_name_or_path": "model", "max_steps": 1, "gradient_accumulation_steps": 1}
+    fields |= {"num_generations": 2, "max_completion_length": 32, "num_questions": 8}
+    run_example("agent_tree_grpo_search_agent.py", *as_flags(fields), folder=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "out" / "config.json").is_file()

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from commands import run_example
+from commands import TINY_RUN, as_flags, run_example
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import (
     GPTNeoConfig,
@@ -73,9 +73,6 @@ def reader(folder, *, layers=None, distance=1, model=None):
     return AttentionReader(trainer, distance=distance, layers=layers), trainer
 
 
-# ---------------------------------------------------------------------------------------------------------- reductions
-
-
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_without_forks_it_is_grpo_bit_for_bit_and_forks_change_what_is_learned(tmp_path, options):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
@@ -101,9 +98,6 @@ def test_reading_and_forking_leave_the_next_batch_of_main_rows_as_it_is(tmp_path
     after = torch.get_rng_state()
     one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, peft_config=LORA))
     assert torch.equal(after, torch.get_rng_state())
-
-
-# ----------------------------------------------------------------------------------------------------------- attention
 
 
 @pytest.mark.parametrize("layers", [None, [1, 3], [0, 1]], ids=str)
@@ -191,9 +185,6 @@ def test_a_finished_trainer_leaves_memory(tmp_path):
     assert alive() is None  # transformers' table of attention functions refers to no trainer
 
 
-# --------------------------------------------------------------------------------------------------------------- forks
-
-
 def test_all_chains_of_unsolved_prompts_are_forked_where_they_have_most_influence(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=never, num_forks=1, influence_quantile=1.0)
     read, _ = reader(tmp_path)
@@ -271,12 +262,9 @@ def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
             assert all(0 < start <= first for start in own)
 
 
-# --------------------------------------------------------------------------------------------------------------- state
-
-
 @pytest.mark.parametrize("selection", ["attention", "random"])
 def test_it_resumes_bit_for_bit_in_the_middle_of_a_generation(tmp_path, selection):
-    options = dict(TINY_STEPS, fork_selection=selection, num_iterations=2, steps_per_generation=2, max_steps=7)
+    options = dict(TINY_STEPS, fork_selection=selection, num_iterations=2, steps_per_generation=2, max_steps=5)
     options |= dict(beta=0.1, reward_funcs=[always, contains_answer], success_reward="always")
     whole = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, save_strategy="steps", save_steps=3, **options)
     whole.train()
@@ -291,15 +279,12 @@ def test_it_resumes_bit_for_bit_in_the_middle_of_a_generation(tmp_path, selectio
 def test_the_example_runs_offline(tmp_path, monkeypatch):
     rows = [{"problem": f"{i}+{i}=", "solution": rf"It is \boxed{{{2 * i % 10}}}"} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--dataset_name", "data.jsonl", "--model_name_or_path", saved_model(), "--output_dir", "out"]
-    options += ["--max_steps", "2", "--per_device_train_batch_size", "6", "--gradient_accumulation_steps", "2"]
-    options += ["--max_completion_length", "8", "--use_cpu", "--bf16", "false", "--report_to", "none"]
-    run_example("attn_rl.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
-    logged = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    fields = {**TINY_RUN, "dataset_name": "data.jsonl", "model_name_or_path": saved_model(), "num_generations": None}
+    fields |= {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "max_completion_length": 8}
+    run_example("attn_rl.py", *as_flags({**fields, "max_steps": 1}), folder=tmp_path, monkeypatch=monkeypatch)
+    logged = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
     assert logged[0]["steps/per_completion"] >= 1
 
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 REFUSED = {
     "`num_forks=-1` must be at least 0; 0 is GRPO": dict(num_forks=-1),

@@ -3,7 +3,6 @@
 Hints and replay have tests of their own, in `test_hints_and_replay.py`.
 """
 
-import math
 import re
 from dataclasses import replace
 from random import Random
@@ -19,7 +18,6 @@ from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 from world import (
     BOARDS,
-    TINY,
     always,
     assert_same,
     differ,
@@ -29,22 +27,12 @@ from world import (
     one_batch,
     parameters,
     says,
+    tiny_methods,
     trained,
 )
 
 from trl_explore.auto.estimates import PLAIN, Estimates
-from trl_explore.trainers import (
-    AutoExploreConfig,
-    AutoExploreTrainer,
-    EvolRLConfig,
-    EvolRLTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    GiGPOConfig,
-    GiGPOTrainer,
-)
+from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer, ExplorationConfig, ExplorationTrainer
 
 AUTO = AutoExploreTrainer, AutoExploreConfig
 PLAIN_GRPO = GRPOTrainer, GRPOConfig
@@ -124,6 +112,12 @@ def test_equally_good_sources_share_the_prompts_and_little_evidence_is_tried():
     assert counts["tree"] > counts["pivots"] > 10
 
 
+def test_an_explorer_without_rows_is_tried_beside_fresh_prompts_that_have_some():
+    estimates = Estimates(["tree"], discount=1.0, min_share=0.0)
+    estimates.add(PLAIN, contrast=50, tokens=10_000, prompts=10)
+    assert 100 < estimates.choose([["tree"]] * 400, random=Random(0)).count("tree") < 300
+
+
 @pytest.mark.parametrize(("with_contrast", "best"), [(0.0, "tree"), (0.4, "tree"), (0.6, PLAIN), (0.99, PLAIN)])
 def test_the_more_groups_have_contrast_the_better_an_explorer_must_be(with_contrast, best):
     # Twice the contrast per token is enough if fewer than half of the groups have contrast.
@@ -156,17 +150,6 @@ def test_the_limit_keeps_good_explorers_and_ends_where_fresh_prompts_yield_nothi
     assert chosen({PLAIN: 0.0, "tree": 0.03}, max_cost=0.0)["tree"] == 0
 
 
-def test_what_a_prompt_costs_is_not_forgotten_before_the_prompts_are():
-    estimates = Estimates(["tree"], discount=0.9, min_share=1e-9, max_cost=0.1)
-    estimates.add("tree", contrast=0, tokens=800, prompts=1)
-    for _ in range(30):
-        estimates.begin_batch()
-        estimates.add(PLAIN, contrast=8, tokens=1600, prompts=16)
-        estimates.credit["tree"] = 1000.0
-    # The expected cost of a prompt is still 800 tokens, of which nearly all count.
-    assert [estimates._is_affordable("tree", number) for number in range(4)] == [True, True, False, False]
-
-
 def test_one_group_with_contrast_does_not_end_exploring_for_good():
     estimates = Estimates(["tree"], discount=0.9, min_share=0.0, max_cost=0.1)
     random, late = Random(0), 0
@@ -177,18 +160,6 @@ def test_one_group_with_contrast_does_not_end_exploring_for_good():
         estimates.add("tree", contrast=0, tokens=800 * number, prompts=number)
         late += number * (batch >= 100)
     assert late > 50
-
-
-def test_an_explorer_without_rows_is_as_attractive_as_fresh_prompts():
-    estimates = Estimates(["tree"], discount=1.0, min_share=0.0)
-    estimates.add(PLAIN, contrast=50, tokens=10_000, prompts=10)
-    random = Random(0)
-    draws = [estimates._draw("tree", random) for _ in range(4000)]
-    assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
-    # A group with contrast that took as many tokens changes nothing, and one that took none doubles it.
-    estimates.add("tree", contrast=1, tokens=200, prompts=1)
-    draws = [estimates._draw("tree", random) for _ in range(4000)]
-    assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
 
 
 def test_a_share_of_one_always_explores_at_random_and_a_smaller_one_sometimes():
@@ -348,16 +319,6 @@ def test_grpos_rows_that_are_masked_are_no_contrast(tmp_path):
     assert contrast == num_trained / 4 and 0 < num_trained < 8
 
 
-def test_prompts_whose_rewards_differ_are_not_explored(tmp_path):
-    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=graded, **ALWAYS)
-    for _ in range(3):
-        one_batch(trainer)
-        rewards = trainer.scorer.totals().view(-1, 4)
-        assert sum(found.num_prompts for found in trainer.branching.results) == int(
-            (rewards.amax(dim=1) == rewards.amin(dim=1)).sum()
-        )
-
-
 def test_prompts_without_any_reward_are_not_explored(tmp_path):
     def first_prompt(prompts, **columns):
         return [0.0 if prompt == prompts[0] else None for prompt in prompts]
@@ -374,18 +335,6 @@ def test_another_process_may_have_all_groups_to_resample(tmp_path, options):
     one_batch(trainer)
     branches = trainer.branch_explorer.explorers["resample"].explore([])
     assert len(branches.rows) == 0 and branches.advantages == []
-
-
-def test_the_share_of_each_explorer_is_logged(tmp_path):
-    _, log = trained(*AUTO, tmp_path, reward_funcs=never, explorers=["resample", "pivots"], **ALWAYS)
-    for entry in log[:-1]:
-        shares = [entry[f"explore/share/{name}"] for name in ("resample", "pivots")]
-        assert sum(shares) == 1.0
-        for name, share in zip(("resample", "pivots"), shares, strict=True):
-            assert (f"explore/sampled_tokens/{name}" in entry) == (share > 0)
-            if share:
-                assert entry[f"explore/solved/{name}"] == 0.0
-        assert entry["explore/contrast_per_token/plain"] == 0.0
 
 
 def test_the_loss_of_an_explorer_weighs_as_much_as_its_share_of_the_prompts(tmp_path):
@@ -554,7 +503,6 @@ COMBINED = {
     "maxrl": dict(advantage="maxrl"),
     "passk": dict(advantage="passk", passk_k=2),
     "pkpo": dict(advantage="pkpo", passk_k=2),
-    "pkpo_loo": dict(advantage="pkpo_loo", passk_k=2),
     "unlikeliness": dict(advantage="unlikeliness"),
     "filter": dict(dynamic_sampling="filter"),
     "refill": dict(dynamic_sampling="refill", max_sampling_rounds=3),
@@ -573,7 +521,7 @@ EXPLORERS = [["tree", "pivots", "resample"], ["sketches", "replay"]]
 def test_it_trains_with(tmp_path, case):
     """The rows of every explorer are trained, whatever the main rows' advantages are."""
     for number, explorers in enumerate(EXPLORERS):
-        options = dict(COMBINED[case], explorers=explorers, **ALWAYS, max_steps=4)
+        options = dict(COMBINED[case], explorers=explorers, **ALWAYS, max_steps=2)
         trainer = make_trainer(*AUTO, tmp_path / str(number), reward_funcs=hard, log_completions=True, **options)
         before = parameters(trainer)
         trainer.train()
@@ -590,7 +538,7 @@ def test_it_trains_with(tmp_path, case):
 
 
 @pytest.mark.filterwarnings("ignore:After .* round", "ignore:`explore='auto'")
-@pytest.mark.parametrize("case", in_turn([*COMBINED][:8], {"maxrl", "filter", "dropped rows"}))
+@pytest.mark.parametrize("case", in_turn([*COMBINED][:7], {"maxrl", "filter", "dropped rows"}))
 def test_if_nothing_is_explored_it_is_grpo_with(tmp_path, case, monkeypatch):
     options = dict(COMBINED[case])
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
@@ -610,17 +558,10 @@ def test_a_count_bonus_is_no_contrast(tmp_path):
     assert any(has_bonus)
 
 
-OTHERS = {
-    "g2rl": (G2RLTrainer, G2RLConfig, {}),
-    "gigpo": (GiGPOTrainer, GiGPOConfig, {}),
-    "evol_rl": (EvolRLTrainer, EvolRLConfig, TINY["evol_rl"].options),
-}
-
-
 @pytest.mark.filterwarnings("ignore:GiGPO compares", "ignore:`explore='auto'", "ignore:All .* failed completions")
-@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize("method", ["g2rl", "gigpo", "evol_rl"])
 def test_methods_that_change_credit_or_rewards_can_explore(tmp_path, method, monkeypatch):
-    cls, config, own = OTHERS[method]
+    cls, config, own = tiny_methods()[method]
     found, log = trained(cls, config, tmp_path, reward_funcs=hard, explore="auto", **ALWAYS, **own)
     used = [name for entry in log for name, value in entry.items() if name.startswith("explore/share/") and value]
     assert used
@@ -739,48 +680,28 @@ def test_rows_whose_environment_raised_are_not_sampled_again(tmp_path, monkeypat
 
 BAD = {
     "unknown": (dict(explorers=["trees"]), "`explorers`: unknown explorer 'trees'; did you mean 'tree'"),
-    "a number": (dict(explorers=[3]), "`explorers`: unknown explorer '3'"),
     "a list in a list": (dict(explorers=[["tree"]]), "`explorers`: unknown explorer"),
     "a text": (dict(explorers="tree"), r"`explorers='tree'` must be a list of names, for example \['tree'"),
     "of agents": (dict(explorers=["tail_branches"]), "`explorers`: 'tail_branches' explores the turns of an agent"),
     "twice": (dict(explorers=["tree", "tree"]), "names an explorer twice: name each once"),
-    "options of an unknown one": (
-        dict(explorer_options={"trees": {}}),
-        "`explorer_options`: unknown explorer 'trees'; did you mean 'tree'",
-    ),
+    "options of an unknown one": (dict(explorer_options={"trees": {}}), "explorer_options`: unknown explorer 'trees'"),
     "options of an explorer that is not used": (
         dict(explorers=["tree"], explorer_options={"pivots": {"num_branch": 3}}),
         r"`explorer_options\['pivots'\]`: unknown field 'num_branch'; did you mean 'num_branches'",
     ),
     "options that are a text": (dict(explorer_options="tree"), "`explorer_options='tree'` must be a dictionary"),
-    "options of one that are a number": (
-        dict(explorer_options={"tree": 4}),
-        r"`explorer_options\['tree'\]` is 4: give a dictionary of fields",
-    ),
+    "options that are a number": (dict(explorer_options={"tree": 4}), r"\['tree'\]` is 4: give a dictionary"),
     "discount of 0": (dict(explore_discount=0.0), r"`explore_discount=0.0` must be in \(0, 1\]"),
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
-    "cost below 0": (
-        dict(explore_max_cost=-0.1),
-        r"`explore_max_cost=-0.1` must be a finite number of at least 0, or None",
-    ),
-    "endless cost": (dict(explore_max_cost=math.inf), r"`explore_max_cost=inf` must be a finite number of at least 0"),
+    "cost below 0": (dict(explore_max_cost=-0.1), "`explore_max_cost=-0.1` must be a finite number of at least 0"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "environment state": (dict(environment_state="kept"), "`environment_state`: unknown value 'kept'"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),
-    "a second limit": (
-        dict(generation_kwargs={"max_new_tokens": 4}),
-        "`generation_kwargs={'max_new_tokens': 4}` and `max_completion_length=8` are two limits",
-    ),
+    "a second limit": (dict(generation_kwargs={"max_new_tokens": 4}), "`max_completion_length=8` are two limits"),
     "a share of prompts": (dict(explore_share_end=0.5), "`explore_share_end=0.5` has no effect"),
     "unknown way": (dict(explore="trees"), "`explore`: unknown value 'trees'"),
-    "explorers without a choice": (
-        dict(explore="replay", explorers=["tree"]),
-        r"`explorers=\['tree'\]` has no effect with `explore='replay'`: set `explore='auto'`",
-    ),
-    "a column that is missing": (
-        dict(explorers=["hints"]),
-        "`hint_column='hint'` is no column of the data, which has prompt, answer: .*explorer_options",
-    ),
+    "explorers without a choice": (dict(explore="replay", explorers=["tree"]), "no effect with `explore='replay'`"),
+    "a column that is missing": (dict(explorers=["hints"]), "`hint_column='hint'` is no column of the data"),
 }
 
 
@@ -795,13 +716,11 @@ def test_what_cannot_work_is_one_clear_error_before_the_model_is_loaded(tmp_path
 BAD_OPTIONS = {
     ("tree", "expansion_widht", 4): "unknown field 'expansion_widht'; did you mean 'expansion_width'",
     ("tree", "temperature", 0.5): "`temperature` is a field of the trainer: set it there",
-    ("tree", "success_threshold", 0.5): "`success_threshold` is a field of the trainer",
     ("pivots", "deferred_branching", True): "`deferred_branching` cannot be set for one explorer of several: leave it",
     ("tree", "replay_buffer", True): "`replay_buffer` cannot be set for one explorer of several: leave it out",
     ("pivots", "num_branches", 1): "`num_branches=1` must be at least 2",
     ("pivots", "num_branches", "3"): "`num_branches='3'` has the wrong type: give a value of type `int`",
     ("tree", "expansion_width", True): "`expansion_width=True` has the wrong type",
-    ("tree", "expansion_width", None): "`expansion_width=None` has the wrong type",
 }
 
 
@@ -814,10 +733,7 @@ def test_a_wrong_option_of_an_explorer_is_one_clear_error(tmp_path, name, field,
 
 
 AGENT_BAD = {
-    "single turns": (
-        dict(explorers=["tree"]),
-        "`explorers`: 'tree' explores completions of a single turn, but.*tools",
-    ),
+    "single turns": (dict(explorers=["tree"]), "'tree' explores completions of a single turn, but.*tools"),
     "hints": (dict(explore="hints"), "`explore`: 'hints' explores completions of a single turn.*`explore='auto'`"),
     "one engine": (
         dict(explorer_options={"turn_trees": {"environment_state": "replay"}}),

@@ -45,7 +45,7 @@ from trl_explore.trainers.base import watch
 from trl_explore.trainers.config import upgrade_config
 
 TIMING = ("runtime", "per_second", "_time")
-SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
+SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1, max_steps=2)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 DROPPING = ExplorationTrainer, ExplorationConfig, dict(drop_zero_advantage=True)
 
@@ -118,7 +118,7 @@ def test_an_echo_of_the_main_stream_adds_its_weight_under_every_loss_type(tmp_pa
     got, _ = sgd_run(trainer_class, ExplorationConfig, tmp_path, **options)
     assert_same(got, expected, tolerance=1e-6)
     start = parameters(make_trainer())
-    assert max((got[n] - start[n]).abs().max() for n in got) > 3e-4  # a third of it is more than the tolerance
+    assert max((got[n] - start[n]).abs().max() for n in got) > 1e-4  # a third of it is more than the tolerance
 
 
 # With these, the main stream has a term or a window of its own, which other tests look at.
@@ -236,7 +236,7 @@ class Rescored(Echo):
 def test_rows_whose_rewards_are_known_are_not_scored_again(tmp_path):
     recorder = Recorder()
     got, _ = sgd_run(Rescored, ExplorationConfig, tmp_path, reward_funcs=recorder)
-    assert [len(prompts) for prompts, *_ in recorder.calls] == [8, 4] * 3
+    assert [len(prompts) for prompts, *_ in recorder.calls] == [8, 4] * 2
     assert recorder.calls[1][2] == recorder.calls[0][2][::2]
     expected, _ = sgd_run(Echo, ExplorationConfig, tmp_path)
     assert_same(got, expected)
@@ -268,8 +268,6 @@ def test_a_reward_function_with_a_wrong_count_is_named_also_on_extra_rows(tmp_pa
 
     with pytest.raises(ValueError, match="'short_on_parts' returned 3 rewards for 4 completions"):
         trained(Rescored, ExplorationConfig, tmp_path, reward_funcs=short_on_parts)
-    with pytest.raises(ValueError, match="returned 1 rewards for 8 completions"):
-        trained(Echo, ExplorationConfig, tmp_path, reward_funcs=lambda completions, **kwargs: [0.0])
 
 
 @pytest.mark.parametrize(
@@ -408,16 +406,11 @@ def test_a_method_that_samples_itself_leaves_prompts_and_evaluation_alone(tmp_pa
     assert expected["num_tokens"] - 8 * expected["completions/mean_length"] == prompt_tokens
 
 
-@pytest.fixture(scope="module")
-def sampler():
-    trainer = make_trainer(ExplorationTrainer, ExplorationConfig)
+def test_sampling_keeps_counts_budgets_and_the_global_random_state(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path)
     trainer.model.train()
-    return trainer
-
-
-def test_sampling_keeps_counts_budgets_and_the_global_random_state(sampler):
     before = torch.get_rng_state()
-    groups = sampler.sample([[5, 15, 6], [5], [6, 7]], [3, 1, 2], [1, 8, 4])
+    groups = trainer.sample([[5, 15, 6], [5], [6, 7]], [3, 1, 2], [1, 8, 4])
     assert torch.equal(torch.get_rng_state(), before)
     assert [len(group) for group in groups] == [3, 1, 2]
     for group, budget in zip(groups, [1, 8, 4], strict=True):
@@ -425,44 +418,34 @@ def test_sampling_keeps_counts_budgets_and_the_global_random_state(sampler):
             assert 1 <= len(continuation.token_ids) <= budget
             assert continuation.finished == (continuation.token_ids[-1] == 1)
             assert 1 not in continuation.token_ids[:-1] and 0 not in continuation.token_ids
-    assert sampler.generation_config.max_new_tokens == 8
+    assert trainer.generation_config.max_new_tokens == 8
 
 
-def test_the_same_state_samples_the_same_and_the_next_call_differs(sampler):
-    state = sampler.exploration_generator.get_state()
-    first = sampler.sample([[5, 6]] * 4, 4, 8)
-    second = sampler.sample([[5, 6]] * 4, 4, 8)
-    sampler.exploration_generator.set_state(state)
-    assert sampler.sample([[5, 6]] * 4, 4, 8) == first != second
+def test_the_same_state_samples_the_same_and_the_next_call_differs(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path)
+    state = trainer.exploration_generator.get_state()
+    first = trainer.sample([[5, 6]] * 4, 4, 8)
+    second = trainer.sample([[5, 6]] * 4, 4, 8)
+    trainer.exploration_generator.set_state(state)
+    assert trainer.sample([[5, 6]] * 4, 4, 8) == first != second
 
 
-def test_greedy_samples_continue_the_prefix_as_the_model_would(tmp_path):
-    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs={"do_sample": False})
-    trainer.model.train()
-    prefixes = [[5, 15, 6], [9, 8, 7, 6, 5], [6]]
-    for prefix, group in zip(prefixes, trainer.sample(prefixes, 2, 6), strict=True):
-        ids = list(prefix)
-        for _ in range(6):
-            ids.append(int(trainer.model(torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == 1:
-                break
-        assert [c.token_ids for c in group] == [ids[len(prefix) :]] * 2
-
-
-def test_beams_continue_each_prefix_as_generate_would_and_know_their_entropies(tmp_path):
-    beams = {"do_sample": False, "num_beams": 3}
-    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs=beams)
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_samples_continue_each_prefix_as_generate_would_and_know_their_entropies(tmp_path, num_beams):
+    options = {"do_sample": False, "num_beams": num_beams}
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs=options)
     trainer.model.train()
     prefixes = [[5, 15, 6], [9, 8, 7, 6, 5], [6]]
     for prefix, group in zip(prefixes, trainer.sample(prefixes, 2, 6, entropies=True), strict=True):
-        expected = trainer.model.generate(torch.tensor([prefix]), max_new_tokens=6, pad_token_id=0, **beams)[0]
+        expected = trainer.model.generate(torch.tensor([prefix]), max_new_tokens=6, pad_token_id=0, **options)[0]
         ids = expected[len(prefix) :].tolist()
         ids = ids[: ids.index(1) + 1] if 1 in ids else ids
         with torch.no_grad():
             logprobs = trainer.model(expected[None]).logits[0, len(prefix) - 1 : -1].log_softmax(dim=-1)
         entropies = -(logprobs.exp() * logprobs).sum(dim=-1)[: len(ids)]
+        assert len(group) == 2
         for continuation in group:
-            assert continuation.token_ids == ids
+            assert (continuation.token_ids, continuation.finished) == (ids, ids[-1] == 1)
             assert continuation.entropies == pytest.approx(entropies.tolist(), abs=1e-4)
 
 
@@ -554,26 +537,6 @@ def test_methods_that_are_switched_off_have_the_limit_of_grpo(tmp_path, limit):
         assert_same(got, expected)
 
 
-def test_a_stage_can_be_sampled_in_parts(tmp_path):
-    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, sampling_batch_size=3)
-    trainer.model.train()
-    sizes = []
-    generate = trainer.model.generate
-    trainer.model.generate = lambda **kwargs: (sizes.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
-    groups = trainer.sample([[5, 6]] * 4, 2, 5)
-    assert sizes == [3, 3, 2] and [len(g) for g in groups] == [2] * 4
-
-
-def test_dropping_rows_without_advantage_is_a_mean_over_the_others(tmp_path):
-    # One group of two is all equal: without it, TRL's mean would be over the other group's rows only.
-    _, inputs, dropped, _ = loss_and_gradient(tmp_path, loss_type="grpo")
-    plain = (GRPOTrainer, GRPOConfig)
-    _, _, full, _ = loss_and_gradient(tmp_path, plain, loss_type="grpo")
-    nonzero = int((inputs["advantages"] != 0).sum())
-    assert 0 < nonzero < 8
-    assert dropped == pytest.approx(full * 8 / nonzero, abs=1e-6)
-
-
 def all_differ(completions, **kwargs):
     return [float(i) for i in range(len(completions))]
 
@@ -645,9 +608,11 @@ def test_an_entropy_bonus_keeps_its_size_where_rows_are_dropped(tmp_path, loss_t
     assert_same(gradient, expected, tolerance=5e-6)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "sapo"])
-def test_the_kl_term_is_a_mean_over_the_rows_that_are_kept(tmp_path, loss_type):
-    options = dict(loss_type=loss_type, beta=0.5, peft_config=LORA)  # away from the reference
+@pytest.mark.parametrize(
+    "loss_type, beta", [("grpo", 0.0), ("grpo", 0.5), ("bnpo", 0.5), ("dr_grpo", 0.5), ("sapo", 0.5)]
+)
+def test_loss_and_kl_term_are_means_over_the_rows_that_are_kept(tmp_path, loss_type, beta):
+    options = dict(loss_type=loss_type, beta=beta, peft_config=LORA)  # away from the reference
     trainer, inputs, loss, gradient = loss_and_gradient(tmp_path, **options)
     kept = (inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1).nonzero().squeeze(1)
     assert 0 < len(kept) < 8
@@ -841,23 +806,19 @@ def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options,error,words",
+    "options, words",
     [
-        (dict(loss_type="ppo"), ValueError, "loss_type='ppo'"),
-        (
-            dict(train_dataset=make_dataset().rename_column("prompt", "question")),
-            ValueError,
-            r'\("question", "prompt"\)`\.',
-        ),
-        (dict(sampling_batch_size=0), ValueError, "sampling_batch_size=0"),
+        (dict(loss_type="ppo"), "loss_type='ppo'"),
+        (dict(train_dataset=make_dataset().rename_column("prompt", "question")), r'\("question", "prompt"\)`\.'),
+        (dict(sampling_batch_size=0), "sampling_batch_size=0"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    ids=["loss", "data", "batch"],
 )
-def test_bad_input_is_refused_before_any_model_work(tmp_path, options, error, words):
+def test_bad_input_is_refused_before_any_model_work(tmp_path, options, words):
     touched = []
     model = make_model()
     model.register_forward_pre_hook(lambda *args: touched.append(1))
-    with pytest.raises(error, match=words):
+    with pytest.raises(ValueError, match=words):
         make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, model=model, **options)
     assert not touched
 

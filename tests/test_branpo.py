@@ -7,21 +7,17 @@ import json
 import re
 import threading
 import types
-import urllib.parse
-import urllib.request
 import warnings
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from commands import run_example
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, says, trained
+from world import BOARDS, assert_same, make_agent, make_trainer, one_batch, parameters, says, trained
 
 from examples.benchmarks.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.agents.environments import environment_error
-from trl_explore.agents.snapshots import not_a_tool
 from trl_explore.branches.choice import branch_advantages
 from trl_explore.forks.trajectories import turns
 from trl_explore.rewards.questions import search_reward
@@ -37,7 +33,6 @@ class Lake(FrozenLakeEnvironment):
     """A game of at most six moves; what it answers counts them, so that a wrong state shows. To be copied."""
 
     breaks = ""
-    error = RuntimeError
     snapshot = restore = None
 
     def __init__(self):
@@ -57,7 +52,7 @@ class Lake(FrozenLakeEnvironment):
             The board.
         """
         if direction in self.breaks:
-            raise self.error(f"no ice to the {direction}")
+            raise RuntimeError(f"no ice to the {direction}")
         return f"{self._play(direction)} {self.episode.steps}"
 
 
@@ -265,60 +260,23 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
 class Remote(Lake):
     """A client: its games are played on a server, in sessions."""
 
-    url = ""
-
-    def ask(self, **query) -> str:
-        with urllib.request.urlopen(f"{self.url}?{urllib.parse.urlencode(query)}") as answer:
-            return answer.read().decode()
-
-    ask = not_a_tool(ask)
+    games = []  # of the server
 
     def reset(self, board, prompt="", **columns):
-        self.session = self.ask(board=board)
+        self.session = len(self.games)
+        self.games.append(Lake())
+        self.games[-1].reset(board)
 
     @as_lake_moves
     def move(self, direction: str) -> str:
-        return self.ask(session=self.session, direction=direction)
+        return self.games[self.session].move(direction)
 
     @property
     def episode(self):
-        return types.SimpleNamespace(**json.loads(self.ask(session=self.session)))
+        return self.games[self.session].episode
 
     def get_reward(self):
-        return self.episode.reward
-
-
-@pytest.fixture
-def remote(monkeypatch):
-    """The server of [`Remote`]."""
-    games = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            query = dict(urllib.parse.parse_qsl(self.path.partition("?")[2]))
-            if "board" in query:
-                games.append(Lake())
-                games[-1].reset(query["board"])
-                answer = str(len(games) - 1)
-            elif "direction" in query:
-                answer = games[int(query["session"])].move(query["direction"])
-            else:
-                game = games[int(query["session"])]
-                answer = json.dumps({"steps": game.episode.steps, "reward": game.get_reward()})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer.encode())
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(Remote, "url", f"http://127.0.0.1:{server.server_port}/")
-    yield games
-    server.shutdown()
-    server.server_close()
+        return self.games[self.session].get_reward()
 
 
 def wrong_branches(trainer, sampled):
@@ -358,7 +316,7 @@ WAYS = [
 
 @pytest.mark.filterwarnings("ignore:.*of a Remote that went back")
 @pytest.mark.parametrize("selection", ["tail", "random"])
-def test_all_ways_to_go_back_give_the_same(tmp_path, voice, remote, selection):
+def test_all_ways_to_go_back_give_the_same(tmp_path, voice, selection):
     voice()
     copied = agent(tmp_path, branch_selection=selection)
     copied.train()
@@ -372,7 +330,7 @@ def test_all_ways_to_go_back_give_the_same(tmp_path, voice, remote, selection):
         assert_same(parameters(trainer), parameters(copied))
 
 
-def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatch, remote):
+def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatch):
     voice()
     trainer = agent(tmp_path, factory=Remote)
     noticed = r"`move` of a Remote that went back .* by copy answered .*Branches replay"
@@ -383,7 +341,7 @@ def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatc
     assert wrong == 0 and number >= 8
 
 
-def test_a_copy_that_was_asked_for_is_kept_with_a_warning(tmp_path, voice, monkeypatch, remote):
+def test_a_copy_that_was_asked_for_is_kept_with_a_warning(tmp_path, voice, monkeypatch):
     voice()
     trainer = agent(tmp_path, factory=Remote, environment_state="copy")
     with pytest.warns(UserWarning, match="branches start from wrong states: set `environment_state='replay'`") as said:
@@ -878,7 +836,7 @@ def count_batches(trainer, then=lambda number: None):
     return trained
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError, TimeoutError, OSError, ValueError])
+@pytest.mark.parametrize("error", [FileNotFoundError, ValueError])
 def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatch, error):
     monkeypatch.setattr(search, "down", True, raising=False)
     monkeypatch.setattr(search, "error", error)
@@ -902,32 +860,6 @@ def test_few_calls_of_a_dead_service_stop_the_run_once_they_are_enough(tmp_path,
     with pytest.raises(RuntimeError, match=r"every tool call of the last 2 generation batches raised \(8 of 8\)"):
         trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_calls_that_do_not_fit_are_the_models_mistake(tmp_path, voice, monkeypatch):
-    monkeypatch.setattr(search, "down", False, raising=False)
-    speaker = voice()
-    trainer = with_tools(tmp_path, speaker, max_tool_calling_iterations=2, max_steps=1)
-    speaker.answer = lambda: "!search:word=a"
-    trainer.train()
-    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1.0
-
-
-def test_an_environment_that_always_raises_stops_the_run(tmp_path, voice, monkeypatch):
-    monkeypatch.setattr(Lake, "breaks", LETTERS)
-    voice(stops=0)
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*no ice.*no step is done"):
-        agent(tmp_path).train()
-
-
-def test_an_environment_whose_tool_rejects_every_call_does_not_stop_the_run(tmp_path, voice, monkeypatch):
-    monkeypatch.setattr(Lake, "breaks", LETTERS)
-    monkeypatch.setattr(Lake, "error", FileNotFoundError)
-    voice(stops=0)
-    trainer = agent(tmp_path, max_steps=2)
-    with pytest.warns(UserWarning, match="an environment raised FileNotFoundError: no ice"):
-        trainer.train()
-    assert [log["agent/environment_errors"] for log in trainer.state.log_history if "reward" in log] == [8, 8]
 
 
 class Served(Uncopyable):
@@ -965,19 +897,6 @@ def test_an_environment_that_lost_its_service_stops_the_run(tmp_path, voice, mon
     voice(stops=0)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*ConnectionError: refused"):
         agent(tmp_path, factory=Served).train()
-
-
-def test_a_reward_that_fails_in_a_state_of_the_model_does_not_stop_the_run(tmp_path, voice):
-    class PerMove(Lake):
-        def get_reward(self):
-            return 1.0 / self.episode.steps
-
-    voice(stops=1)  # the model makes no move
-    trainer = agent(tmp_path, factory=PerMove, max_steps=2)
-    with pytest.warns(UserWarning, match="ZeroDivisionError"):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    assert trainer.state.log_history[0]["agent/environment_errors"] >= 8
 
 
 def test_a_judge_that_dies_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
@@ -1130,38 +1049,6 @@ def test_an_environment_without_tools_scores_single_turns(tmp_path, voice, monke
         trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
     _, sampled, _ = kept_branches(trainer, monkeypatch)
     assert {type(branch.environment) for branch in all_branches(sampled)} == {Silent}
-
-
-def test_a_model_that_says_anything_is_trained(tmp_path):
-    lengths = [lambda completion_ids, **columns: [float(len(ids) < 12) for ids in completion_ids]]
-    trainer = agent(tmp_path, max_completion_length=24, reward_funcs=lengths, beta=0.0)
-    before = parameters(trainer)
-    trainer.train()
-    assert differ(before, parameters(trainer))
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("multi hop")
-def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
-    from trl_explore.tasks.multihop import MULTI_HOP
-    from trl_explore.tasks.warm_start import warm_start
-
-    sizes = dict(per_device_train_batch_size=32, num_generations=4, max_steps=2, learning_rate=1e-4, beta=0.01)
-    limits = dict(
-        max_completion_length=MULTI_HOP.max_completion_length, max_tool_calling_iterations=MULTI_HOP.max_searches
-    )
-    trainer = BranPOTrainer(
-        model=str(warm_start(MULTI_HOP, seed=0)),
-        reward_funcs=MULTI_HOP.reward,
-        args=BranPOConfig(output_dir=str(tmp_path), **sizes, **limits, **QUIET),
-        train_dataset=MULTI_HOP.build_dataset(64, seed=0),
-        environment_factory=MULTI_HOP.environment_factory,
-    )
-    trainer.train()
-    for log in trainer.state.log_history[:2]:
-        # Its failures lie at the tail: going one or two responses back mends many of them.
-        assert log["branch/contrastive_fraction"] > 0.25 and 1 <= log["branch/depth"] < 2.5
-        assert log["tools/failure_frequency"] < 0.2 and log["branch/kl"] >= 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, differ, make_trainer, one_batch, parameters, trained
+from world import assert_same, contains_answer, differ, make_dataset, make_trainer, one_batch, parameters, trained
 
 from trl_explore.credit.normalised import normalised
 from trl_explore.methods import METHODS
@@ -17,6 +17,7 @@ from trl_explore.selection.budget import GAINS, allocate, enough, knapsack_gain,
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 PLAIN = ExplorationTrainer, ExplorationConfig
+FEW = make_dataset().select(range(8))  # prompts that come back after four steps
 
 
 def knapsack_value(number, rate):
@@ -93,9 +94,9 @@ def test_of_equal_groups_they_are_those_of_grpo(scale, rewards):
 
 @pytest.mark.parametrize("kind", GAINS)
 def test_with_narrow_bounds_it_is_grpo(tmp_path, kind):
-    options = dict(budget=kind, min_generations=4, max_generations=4, max_steps=12)
-    found, log = trained(*PLAIN, tmp_path, **options)
-    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, max_steps=12)
+    options = dict(train_dataset=FEW, max_steps=6)
+    found, log = trained(*PLAIN, tmp_path, budget=kind, min_generations=4, max_generations=4, **options)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     assert_same(found, expected, tolerance=1e-6)
     assert all(entry["selection/moved_rows"] == 0 for entry in log if "reward" in entry)
 
@@ -118,14 +119,14 @@ def test_rows_go_where_contrast_is_likely(tmp_path):
 @pytest.mark.parametrize("kind", GAINS)
 @pytest.mark.parametrize("case", [PLAIN, (DeepGRPOTrainer, DeepGRPOConfig)])
 def test_it_trains_and_resumes_where_it_was(tmp_path, case, kind):
-    options = dict(budget=kind, max_steps=24, log_completions=True, num_completions_to_print=0)
-    whole = make_trainer(*case, tmp_path, **options, save_strategy="steps", save_steps=20)
+    options = dict(budget=kind, train_dataset=FEW, max_steps=8, log_completions=True, num_completions_to_print=0)
+    whole = make_trainer(*case, tmp_path, **options, save_strategy="steps", save_steps=6)
     start = parameters(whole)
     whole.train()
     assert differ(parameters(whole), start)
     assert any(entry["selection/moved_rows"] > 0 for entry in whole.state.log_history if "reward" in entry)
     again = make_trainer(*case, tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert_same(parameters(again), parameters(whole))
 
 

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOConfig
 
 from trl_explore.methods import METHODS
-from trl_explore.publishing.card_metrics import evaluation_results, format_duration, logged_metrics, metric_rows
+from trl_explore.publishing.card_metrics import evaluation_results, format_duration, logged_metrics
 from trl_explore.publishing.cards import (
     TrainingFacts,
     code_span,
@@ -266,11 +266,6 @@ def test_results_are_those_of_the_newest_evaluation():
         3,
     )
     assert evaluation_results([{"step": 3, "reward": 0.5, "eval_loss": 1.0, "eval_reward": math.nan}]) == ({}, 0)
-
-
-def test_the_table_holds_first_and_last_finite_values():
-    rows = {row.name: (row.first, row.last) for row in metric_rows("deep_grpo", HISTORY)}
-    assert rows == {"reward": ("0.125", "0.3333"), "pivots/mean_depth": ("0.5", "0.5")}
 
 
 def test_curves_are_drawn_of_what_was_logged(tmp_path):

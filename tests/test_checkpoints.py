@@ -20,13 +20,6 @@ def test_state_round_trips_and_a_missing_one_is_none(tmp_path):
     assert torch.equal(loaded.pop("x"), state.pop("x")) and loaded == state
 
 
-def test_another_number_of_processes_is_refused_with_the_remedy(tmp_path):
-    save_state({}, tmp_path, rank=0)
-    save_state({}, tmp_path, rank=1)
-    with pytest.raises(ValueError, match=r"written by 2 process\(es\), this run has 1"):
-        load_state(tmp_path, rank=0, world_size=1)
-
-
 class Unknown:
     pass
 

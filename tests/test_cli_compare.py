@@ -328,21 +328,12 @@ def deep(**options):
         ({"arms": [{"name": "../..", "method": "grpo"}]}, "arms[0]: name='../..': give each arm letters or digits"),
         (deep(num_branch=2), "DEEP-GRPO: unknown field of deep_grpo 'num_branch'; did you mean 'num_branches'?"),
         (deep(num_branches=1), "arm DEEP-GRPO: `num_branches=1`"),
-        (
-            {"common": {"num_branches": 2}},
-            "common: num_branches is no field of grpo, but of deep_grpo and branpo: give it",
-        ),
+        ({"common": {"num_branches": 2}}, "common: num_branches is no field of grpo, but of deep_grpo and branpo"),
         ({"common": {"learning_rat": 1}}, "common: unknown field of grpo 'learning_rat'; did you mean"),
         ({"common": {"seed": 1}}, "common: seed is set by the comparison (it is `seeds`); leave it out"),
         (common(num_generations=3), "arm GRPO: "),
-        (
-            common(gradient_accumulation_steps=2, steps_per_generation=1),
-            "steps_per_generation=1 is less than gradient_accumulation_steps=2",
-        ),
-        (
-            common(lr_scheduler_type="cosine"),
-            "arm GRPO: lr_scheduler_type='cosine' would last 100,000 steps: set `max_steps` to the number of steps",
-        ),
+        (common(gradient_accumulation_steps=2, steps_per_generation=1), "steps_per_generation=1 is less than"),
+        (common(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' would last 100,000 steps: set `max_steps`"),
         (
             common(lr_scheduler_type="constant_with_warmup", warmup_steps=0.1),
             "arm GRPO: warmup_steps=0.1 is a share of 100,000 steps: set `max_steps`",
@@ -428,9 +419,9 @@ def test_several_processes_are_refused(workdir, monkeypatch, capsys):
     ],
 )
 def test_all_methods_train_on_the_tasks_that_suit_them(task, methods, workdir):
-    common = {**TINY_TASK["common"], "max_steps": 2, "per_device_train_batch_size": 8}
+    common = {**TINY_TASK["common"], "per_device_train_batch_size": 8}
     document = {**TINY_TASK, "task": task, "metrics": ["reward", "pass_at_2"], "common": common}
     assert compare(document, "--methods", *methods, "--output_dir", "out") == 0
     settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
     assert [arm["method"] for arm in settings["arms"]] == methods
-    assert [row["step"] for row in curves("out")] == ["0", "2"] * len(methods)
+    assert [row["step"] for row in curves("out")] == ["0", "1"] * len(methods)

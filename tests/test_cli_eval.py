@@ -23,14 +23,10 @@ from trl_explore.runs.models import find_model
 
 ROWS = make_dataset().select(range(12))
 REWARDS = """
-from pathlib import Path
 from world import contains_answer
 
 def reward(prompts, **kwargs):
     return contains_answer(prompts=prompts, **kwargs)
-
-def always(prompts, **kwargs):
-    return [1.0] * len(prompts)
 
 def none(prompts, **kwargs):
     return [None] * len(prompts)
@@ -108,14 +104,6 @@ def test_answers_that_no_reward_reads_are_not_said_to_be_missing(workdir, capsys
     )
 
 
-def test_the_reward_that_decides_can_be_named(workdir):
-    two = "eval_rewards.reward eval_rewards.always"
-    assert main(flags(reward_funcs=two, success_reward="always")) == 0
-    assert results()["results"]["data"]["metrics"]["pass@1"]["value"] == 1.0
-    assert main(flags(reward_funcs=two, success_reward="reward")) == 0
-    assert results()["results"]["data"]["metrics"]["pass@1"]["value"] < 1.0
-
-
 def test_tasks_and_data_come_in_one_table_and_more_can_follow(workdir, capsys):
     tasks = flags(dataset="chain data.jsonl", reward_funcs=None, limit=3, max_new_tokens=None, num_samples=2)
     assert main([*tasks, "--max_new_tokens", "70"]) == 0
@@ -144,27 +132,6 @@ def test_a_benchmark_is_evaluated_as_it_recommends_unless_flags_differ(workdir):
 def test_temperature_0_needs_no_number_of_samples(workdir):
     assert main(flags(temperature=0, num_samples=None)) == 0
     assert results()["results"]["data"]["metrics"].keys() == {"pass@1"}
-
-
-def test_other_metrics_are_computed_without_the_weights(workdir, capsys):
-    assert main(flags()) == 0
-    before = Path("out/data/completions.jsonl").read_bytes()
-    capsys.readouterr()
-    assert main(flags(metrics="pass@2 maj@3", reward_funcs="accuracy_reward")) == 0
-    assert results()["results"]["data"]["metrics"].keys() == {"pass@2", "maj@3"}
-    assert Path("out/data/completions.jsonl").read_bytes() == before
-    assert "prompt/s" not in capsys.readouterr().err
-
-
-def test_a_cut_off_file_is_continued(workdir):
-    assert main(flags(batch_size=8)) == 0
-    whole, path = results(), Path("out/data/completions.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:5]) + lines[5][:30])
-    assert main(flags(batch_size=8)) == 0
-    assert len(path.read_bytes().splitlines()) == 13
-    assert path.read_bytes().startswith(b"".join(lines[:5]))
-    assert results()["results"]["data"]["metrics"] == whole["results"]["data"]["metrics"]
 
 
 @pytest.fixture
@@ -218,8 +185,6 @@ def test_an_adapter_without_its_base_is_explained(adapter, capsys):
         ({"dataset": None}, "nothing to evaluate on: pass --dataset gsm8k"),
         ({"dataset_split": "tset"}, "dataset_split: unknown split 'tset'; choose one of train."),
         ({"metrics": "pass@1 mja@4"}, "unknown metric 'mja@4'; did you mean 'maj@4'?"),
-        ({"metrics": "pass@8"}, "pass@8 needs at least 8 samples per prompt, got num_samples=4"),
-        ({"num_samples": 0}, "num_samples=0"),
         ({"temperature": 0}, "set num_samples=1"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"max_new_tokens": 500}, "more than the model's context of 128 tokens; lower max_new_tokens to at most 124"),
@@ -264,7 +229,7 @@ def test_results_of_other_settings_or_weights_are_refused(workdir, capsys):
 
 def test_an_error_of_a_reward_function_says_where_it_is_from_and_keeps_the_completions(workdir, capsys):
     assert main(flags(reward_funcs="eval_rewards.wrong")) == 2
-    told = "The reward function 'wrong' raised ValueError in eval_rewards.py, line 15: the reward's own mistake"
+    told = "The reward function 'wrong' raised ValueError in eval_rewards.py, line 11: the reward's own mistake"
     assert capsys.readouterr().err.endswith(f"trl-explore: error: {told}\n")
     assert len(Path("out/data/completions.jsonl").read_text().splitlines()) == 13
 

@@ -318,34 +318,22 @@ def runs():
     return {path.parent.name: json.loads(path.read_text()) for path in Path("out").glob("*/run.json")}
 
 
-@pytest.mark.slow
-def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
-    document = {**COMPARISON, "task_config": {"harder": True}, "metrics": ["reward", "pass_at_2", "maj_at_2"]}
-    assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0
-    assert set(map(str, loaded)) == {str((SUMS, {"harder": True}, 0))}
-    found = runs()
-    assert len(found) == 4
-    starts = [run["points"][0] for run in found.values()]
-    assert all(point["eval/reward"] == starts[0]["eval/reward"] for point in starts)  # the same model, the same rows
-    assert {"eval/pass_at_2", "eval/maj_at_2"} <= starts[0].keys() and len(starts[0]["correct"]) == 4
-    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
-    assert settings["task_config"] == {"harder": True} and settings["model_name_or_path"] == "./tiny"
-    assert settings["common"]["max_completion_length"] == 6 and "warm_start_steps" not in settings
-    assert settings.pop("fingerprints").keys() == {"training_rows", "held_out_rows", "model"}
-    assert read_comparison(settings).document() == settings
-    # The same command goes on, here with nothing left to do.
-    assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0
-
-
 def test_all_runs_begin_with_the_model_that_was_taught_once(loaded, taught, capfd):
     # The task is named by flags, so that their reading is tested, too.
     document = {name: value for name, value in COMPARISON.items() if name not in ("task", "model_name_or_path")}
+    document["metrics"] = ["reward", "pass_at_2", "maj_at_2"]
     named = ("--task", SUMS, "--task_config", '{"harder": true}', "--model_name_or_path", "./tiny")
     flags = ("--methods", "grpo", "exploration", "--seeds", "3", "4", "--warm_start_steps", "5")
     assert compare(document, *named, *flags) == 0
     assert taught == [("tiny", SUMS, 5, 0, "cpu")] and loaded[-1] == (SUMS, {"harder": True}, 0)
-    assert len({run["points"][0]["eval/reward"] for run in runs().values()}) == 1
-    assert yaml.safe_load(Path("out/comparison.yaml").read_text())["warm_start_steps"] == 5
+    starts = [run["points"][0] for run in runs().values()]
+    assert len(starts) == 4 and len({point["eval/reward"] for point in starts}) == 1  # the same model, the same rows
+    assert {"eval/pass_at_2", "eval/maj_at_2"} <= starts[0].keys() and len(starts[0]["correct"]) == 4
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert settings["warm_start_steps"] == 5 and settings["task_config"] == {"harder": True}
+    assert settings["common"]["max_completion_length"] == 6
+    assert settings.pop("fingerprints").keys() == {"training_rows", "held_out_rows", "model"}
+    assert read_comparison(settings).document() == settings
 
     comparison = read_comparison({**COMPARISON, "warm_start_steps": 5, "seeds": [3, 4]})
     assert [comparison.warm_start_seed(seed) for seed in comparison.seeds] == [0, 0]
@@ -396,7 +384,6 @@ def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):
         ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
         ({"arms": [{"method": "gigpo"}]}, f"arms[0]: gigpo does not suit the task {SUMS}, which has no tools"),
         ({"warm_start_steps": 0}, "warm_start_steps=0: give an integer of at least 1"),
-        ({"task": GAME, "warm_start_steps": 2}, "writes no demonstrations"),
         ({"task": GAME, "metrics": ["maj_at_2"]}, "metrics: maj_at_2 is not measured for agents"),
         ({"task": GAME, "samples_at_ends": 3}, "samples_at_ends=3: give a multiple of 4"),
     ],
@@ -452,7 +439,7 @@ def rows_of(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_training_prompts_of_a_task_are_filtered_and_can_be_trained_on(loaded, capsys):
+def test_training_prompts_of_a_task_are_filtered(loaded, capsys):
     assert keep_hard("--task", SUMS, "--task_config", '{"harder": true, "size": 12}') == 0
     assert loaded[-1] == (SUMS, {"harder": True, "size": 12}, 0) and "of 12 prompts" in capsys.readouterr().out
     kept = rows_of("hard.jsonl")
@@ -461,11 +448,6 @@ def test_training_prompts_of_a_task_are_filtered_and_can_be_trained_on(loaded, c
     assert kept and all(row in of_task for row in kept) and max(rates) < 1
     settings = rows_of("hard.jsonl.scores.jsonl")[0]
     assert settings["max_completion_length"] == 6 and settings["reward_funcs"] == ["sums_reward"]
-
-    Path("sums_task.py").write_text("from test_cli_tasks import SumsSpec\nreward = SumsSpec('sums').reward_funcs\n")
-    data = {"task": None, "dataset_name": "hard.jsonl", "reward_funcs": "sums_task.reward"}
-    assert main(["train", *train_flags(**data, max_steps=1, max_completion_length=6)]) == 0
-    assert "rewards/sums_reward/mean" in logs()[0]
 
 
 def test_flags_of_filter_override_what_the_task_brings(loaded, capsys):
@@ -592,7 +574,6 @@ def test_the_example_of_a_game_has_what_the_game_says_first(loaded, monkeypatch,
         ),
         (evaluate, ["--dataset", "doors", "--task_config", "{}"], "task_config='{}' belongs to a task"),
         (evaluate, ["--task", SUMS, "--system_prompt", "x"], "system_prompt is for benchmarks"),
-        (evaluate, ["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
         (evaluate, ["--task", "doors", "--dataset", "doors"], "2 of them are called 'doors'"),
         (keep_hard, [], "nothing to filter: pass --dataset_name data.jsonl, or --task reasoning_gym:countdown"),
         (
@@ -601,7 +582,6 @@ def test_the_example_of_a_game_has_what_the_game_says_first(loaded, monkeypatch,
             f"task='{SUMS}' and dataset_name='d.jsonl': a task brings its data",
         ),
         (keep_hard, ["--task", SUMS, "--dataset_train_split", "b"], "dataset_train_split='b': a task brings its data"),
-        (keep_hard, ["--dataset_name", "d.jsonl", "--task_config", "{}"], "task_config='{}' belongs to a task"),
         (keep_hard, ["--task", GAME], "is played with tools, but filter samples completions of one turn"),
         (keep_hard, ["--task", SUMS, "--success_reward", "other"], "name one of sums_reward"),
         (list_tasks, ["chian"], "unknown task 'chian'; did you mean 'chain'?"),
@@ -643,28 +623,6 @@ def test_countdown_is_compared_and_evaluated(real, capfd):
     assert entry["num_prompts"] == 3
 
 
-@pytest.mark.slow
-def test_a_game_is_compared_and_listed(real, capfd):
-    pytest.importorskip("textarena")
-    name, rules = "textarena:GuessTheNumber-v0", {"rules": "guess", "max_turns": 2, "eval_size": 4}
-    common = {**COMPARISON["common"], "max_completion_length": 64}
-    document = {**COMPARISON, "task": name, "task_config": rules, "common": common, "model_name_or_path": "./agent"}
-    assert compare(document, "--methods", "grpo", "gigpo") == 0
-    assert all(run["points"][0].keys() >= {"eval/reward"} for run in runs().values())
-    assert yaml.safe_load(Path("out/comparison.yaml").read_text())["common"]["max_tool_calling_iterations"] == 2
-    capfd.readouterr()
-    assert main(["tasks", "textarena"]) == 0
-    assert name in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_countdown_is_listed(real, capsys):
-    assert main(["tasks", "reasoning_gym"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert COUNTDOWN in names and len(names) > 100 and max(map(len, lines)) <= 120
-
-
 def test_countdown_is_shown(real, capsys):
     assert main(["tasks", COUNTDOWN, "--task_config", EASY]) == 0
     shown = capsys.readouterr().out
@@ -701,7 +659,7 @@ def own_tasks(loaded, own_modules):
 OWN = {"task": "my_tasks:ADDITION", "model_name_or_path": "./agent"}
 
 
-def test_a_task_of_ones_own_is_trained_compared_evaluated_and_shown(own_tasks, capfd):
+def test_a_task_of_ones_own_is_trained_compared_and_shown(own_tasks, capfd):
     assert main(["train", *train_flags(**OWN, max_steps=1)]) == 0
     assert "rewards/reward/mean" in logs()[0] and "problems of the task `my_tasks:ADDITION`" in card_of("out")
     common = {**COMPARISON["common"], "max_completion_length": 4}
@@ -712,10 +670,6 @@ def test_a_task_of_ones_own_is_trained_compared_evaluated_and_shown(own_tasks, c
     assert compare(document, "--methods", "grpo") == 0
     settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
     assert settings["task"] == "my_tasks:ADDITION" and "warm_start_steps" not in settings
-    given = ["--model_name_or_path", "./agent", "--num_samples", "2", "--limit", "3", "--output_dir", "eval"]
-    assert main(["eval", *given, "--task", OWN["task"]]) == 0
-    (entry,) = json.loads(Path("eval/results.json").read_text())["results"].values()
-    assert entry["num_prompts"] == 3
     capfd.readouterr()
     assert main(["tasks", OWN["task"]]) == 0
     shown = capfd.readouterr().out
@@ -805,6 +759,7 @@ def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, own_
         if "textarena" in line:
             small = ["--max_steps", "1", "--num_generations", "2", "--per_device_train_batch_size", "2", "--use_cpu"]
             assert main([*shlex.split(line)[1:], *small, "--bf16", "false", "--max_completion_length", "64"]) == 0
-    assert "min_numbers" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "min_numbers" in shown and f"  {COUNTDOWN} " in shown
     (document,) = map(yaml.safe_load, page_blocks("tasks.md", "yaml"))
     tasks.find_run_task(document["task"], document["task_config"]).check_teaching(document["warm_start_steps"])

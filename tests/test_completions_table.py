@@ -338,13 +338,6 @@ def test_nothing_is_kept_without_a_table_and_a_table_changes_no_parameter(deep, 
         assert torch.equal(ours, theirs)
 
 
-def test_the_terminal_shows_the_columns(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "240")
-    train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1, num_completions_to_print=2)
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("stream", "origin", "depth", "node_values"))
-
-
 def test_columns_of_reward_functions_reach_all_rows_and_the_terminal_obeys_none(tmp_path, capsys, monkeypatch):
     def hostile(completions, answer, log_extra, **columns):
         log_extra("length", [len(completion) for completion in completions])
@@ -413,28 +406,3 @@ def test_the_shared_prefix_of_a_branch_is_dim(deep, capsys, monkeypatch):
     print_rows(["p"], [chat], {"r": [1.0]}, [0.0], 1, extra={"prefix_characters": [7.0]})
     printed = capsys.readouterr().out
     assert printed.count("\x1b[2;32mshared ") == 2 and "prefix_characters" not in printed
-
-
-def test_tensorboard_gets_the_metrics_of_the_method(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, max_steps=2, report_to="tensorboard")
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    for name in ("pivots/tried", "aux/reward", "reward"):
-        written = [event.value for event in events.Scalars(f"train/{name}")]
-        assert written == pytest.approx([entry[name] for entry in trainer.state.log_history if name in entry])
-        assert len(written) == 2
-
-
-def test_a_run_resumed_between_generations_leaves_the_tables_that_are_there(tmp_path):
-    options = dict(**DEEP, log_completions=True, num_iterations=2, max_steps=4, save_strategy="steps", save_steps=1)
-    make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options).train()
-    expected = {step: pd.read_parquet(tmp_path / f"completions/completions_{step:05d}.parquet") for step in (2, 4)}
-    resumed = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for step, rows in expected.items():
-        assert len(rows) >= 8
-        pd.testing.assert_frame_equal(table(resumed, step), rows)

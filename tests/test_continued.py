@@ -117,13 +117,6 @@ def test_every_method_samples_with_options_that_count(tmp_path, method, config, 
     assert log[0]["completions/mean_length"] > 0
 
 
-@pytest.mark.parametrize("name", ["deep_grpo", "tree_grpo", "sesa"])
-def test_methods_train_with_guidance(tmp_path, name):
-    method, config, options = METHODS[name]
-    _, log = trained(method, config, tmp_path, **options, generation_kwargs={"guidance_scale": 1.5}, max_steps=1)
-    assert log[0]["completions/mean_length"] > 0
-
-
 @pytest.mark.parametrize("name", ["deep_grpo", "tree_grpo", "tree_rl", "branpo"])
 def test_what_continues_completions_says_where_they_began(tmp_path, name, monkeypatch):
     told = []

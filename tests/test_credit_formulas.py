@@ -25,9 +25,6 @@ def close(found, expected, tolerance=1e-4):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- GRPO
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("reward", [contains_answer, some_letter, always, never], ids=lambda f: f.__name__)
 def test_what_is_normalised_here_is_what_trl_makes_of_the_same_rewards(tmp_path, scale, reward):
@@ -41,9 +38,6 @@ def test_what_is_normalised_here_is_what_trl_makes_of_the_same_rewards(tmp_path,
 def test_rows_without_a_reward_count_nowhere():
     close(normalised(torch.tensor([[1.0, nan, 0.0, nan]]), scale="none"), [[0.5, 0.0, -0.5, 0.0]])
     close(normalised(torch.tensor([[1.0, nan, nan], [nan, nan, nan]]), scale="group"), [[0.0] * 3] * 2)
-
-
-# --------------------------------------------------------------------------------------------------------------- MaxRL
 
 
 @pytest.mark.parametrize(
@@ -73,32 +67,16 @@ def test_reinforce_weighs_successes_and_has_no_baseline():
 @pytest.mark.parametrize("n", [2, 4, 6])
 def test_maxrl_follows_log_p_up_to_order_n_minus_one(n, p):
     """Its mean over all groups of n rows is the gradient of the first n - 1 terms of log p's series."""
-    found = expectation(maxrl, n, p) / n
+    groups = torch.tensor([*itertools.product([0.0, 1.0], repeat=n)], dtype=torch.float64)
+    weights = (groups * p + (1 - groups) * (1 - p)).prod(dim=1)
+    scores = groups / p - (1 - groups) / (1 - p)
+    found = (weights * (maxrl(groups) * scores).sum(dim=1)).sum().item() / n
     assert found == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, n)), rel=1e-5)
 
 
 def test_a_negative_reward_is_refused_where_a_mean_would_turn_signs():
     with pytest.raises(RewardError, match=r"row 5 of the batch has -0.5: add a constant .* set `advantage='grpo'`"):
         maxrl(torch.tensor([[1.0, 0, 0, 0], [0.0, -0.5, 1, nan]]))
-
-
-# ---------------------------------------------------------------------------------------------------- subsets: pass@k
-
-
-def expectation(credit, n, p):
-    """The mean, over all groups of n rows that are right with probability p, of the sum of credit times d log p."""
-    groups = torch.tensor([*itertools.product([0.0, 1.0], repeat=n)], dtype=torch.float64)
-    weights = (groups * p + (1 - groups) * (1 - p)).prod(dim=1)
-    scores = groups / p - (1 - groups) / (1 - p)
-    return (weights * (credit(groups) * scores).sum(dim=1)).sum().item()
-
-
-@pytest.mark.parametrize("leave_one_out", [False, True])
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
-def test_pkpo_has_the_gradient_of_pass_at_k_as_its_mean_over_all_groups_of_six(leave_one_out, k, p):
-    found = expectation(lambda groups: pkpo(groups, k=k, leave_one_out=leave_one_out), 6, p)
-    assert found == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -133,18 +111,6 @@ REWARDS = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.5, 2.0, nan]), min_size=2,
 
 
 @settings(max_examples=60, deadline=None)
-@given(REWARDS, st.integers(1, 7), st.booleans(), st.randoms(use_true_random=False))
-def test_equal_rewards_have_equal_pkpo_credit_in_any_order(rewards, k, leave_one_out, random):
-    group = torch.tensor([rewards], dtype=torch.float64)
-    found = pkpo(group, k=k, leave_one_out=leave_one_out)[0]
-    for value in set(rewards):
-        same = found[group[0] == value]
-        assert len(same) == 0 or same.max() - same.min() < 1e-12
-    order = random.sample(range(len(rewards)), len(rewards))
-    torch.testing.assert_close(pkpo(group[:, order], k=k, leave_one_out=leave_one_out)[0], found[order])
-
-
-@settings(max_examples=60, deadline=None)
 @given(REWARDS, st.integers(1, 7), st.booleans())
 def test_rows_without_a_reward_are_in_no_subset(rewards, k, leave_one_out):
     known = [reward for reward in rewards if reward == reward]
@@ -155,7 +121,7 @@ def test_rows_without_a_reward_are_in_no_subset(rewards, k, leave_one_out):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=2, max_size=6), st.data())
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.5]), min_size=2, max_size=6), st.data())
 def test_pkpo_is_the_mean_over_all_subsets(rewards, data):
     n = len(rewards)
     k = data.draw(st.integers(2, n))
@@ -185,12 +151,6 @@ def test_pass_at_k_training_is_centred_pkpo_with_another_weight_between_prompts(
     torch.testing.assert_close(pass_at_k_advantages(successes, k=k), expected)
 
 
-def test_pass_at_one_is_grpo_with_the_deviation_of_the_population():
-    successes = torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 0]])
-    expected = (successes - successes.mean(1, keepdim=True)) / successes.std(1, keepdim=True, correction=0)
-    torch.testing.assert_close(pass_at_k_advantages(successes, k=1), expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(("n", "right"), [(8, 0), (8, 5), (8, 6), (8, 8), (4, 0), (4, 1), (4, 4)])
 def test_groups_with_fewer_than_k_wrong_rows_or_no_right_one_have_no_pass_at_k_advantage(n, right):
     assert pass_at_k_advantages(torch.tensor([[1.0] * right + [0.0] * (n - right)]), k=4).abs().max() == 0
@@ -214,9 +174,6 @@ def test_without_a_threshold_rewards_must_be_zero_or_one():
     message = r"rewards must be 0 or 1 .*no `success_threshold`.*row 2 of the batch has 0.5: .*`advantage='pkpo'`"
     with pytest.raises(RewardError, match=message):
         outcomes(torch.tensor([[1.0, nan], [0.5, 0.0]]), threshold=None)
-
-
-# -------------------------------------------------------------------------------------------------------- unlikeliness
 
 
 @pytest.mark.parametrize(
@@ -245,16 +202,6 @@ def test_rows_without_reward_or_own_tokens_have_no_rank():
     assert found[0, 1].isnan()
 
 
-@given(st.lists(st.floats(-5, 0, allow_nan=False), min_size=4, max_size=4))
-def test_without_a_discount_rewards_stay_as_they_are(logprobs):
-    rewards = torch.tensor([[1.0, 0.5, -1.0, nan]])
-    found = discounted(rewards, torch.tensor([logprobs]), beta=0.0)
-    assert torch.equal(found.nan_to_num(9), rewards.nan_to_num(9))
-
-
-# --------------------------------------------------------------------------------------------------------- the bonus
-
-
 def test_answers_that_others_give_cost_their_share():
     assert repetition(["7", "7", "7", "3"]) == [-0.5, -0.5, -0.5, 0.0]
     assert repetition(["7", None, "7", None]) == [-0.5, None, -0.5, None]
@@ -268,9 +215,6 @@ def test_answers_are_worth_less_the_more_often_they_were_seen():
 
 def test_a_group_without_answers_has_no_bonus():
     assert centred(novelty([None, None], {})) == [0.0, 0.0] and repetition([None, None]) == [None, None]
-
-
-# ---------------------------------------------------------------------------------------------------- the covariance
 
 
 def test_the_covariance_of_four_tokens():

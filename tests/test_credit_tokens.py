@@ -3,18 +3,14 @@
 import pytest
 import torch
 from peft import LoraConfig
+from test_credit_trainers import odd
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, differ, make_trainer, one_batch, parameters, tiny_methods, trained
+from world import assert_same, differ, make_trainer, one_batch, tiny_methods, trained
 
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer, TreeGRPOConfig, TreeGRPOTrainer
 
 DROPOUT = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.3)
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
-
-
-def odd(completion_ids, **columns):
-    """About every other completion succeeds."""
-    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def odd_but_for_the_first_group(completion_ids, **columns):
@@ -32,9 +28,6 @@ def loss_tokens(output):
 def wide(output):
     advantages = output["advantages"]
     return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(output["completion_ids"].shape)
-
-
-# ------------------------------------------------------------------------------------------------------------ Clip-Cov
 
 
 def test_clipped_tokens_are_a_share_of_those_in_the_range_and_nothing_else_changes(tmp_path):
@@ -65,11 +58,6 @@ def test_where_trl_has_no_old_logprobs_they_are_what_it_would_compute(tmp_path):
     torch.testing.assert_close(*chosen)
 
 
-def test_a_fraction_above_zero_is_at_least_one_token(tmp_path):
-    output = one_batch(make(tmp_path, clip_cov=1e-9, clip_cov_low=0.0, clip_cov_high=100.0))
-    assert ((output["advantages"] == 0) & loss_tokens(output)).sum() == 1
-
-
 @pytest.mark.parametrize("peft_config", [None, DROPOUT], ids=["no dropout", "dropout"])
 def test_without_candidates_nothing_is_clipped_and_dropout_and_random_states_are_left_alone(tmp_path, peft_config):
     """Nothing but the pass for log-probabilities happens. With dropout, training uses random states."""
@@ -92,8 +80,6 @@ def test_only_trained_tokens_are_counted_and_clipped(tmp_path):
     mask = loss_tokens(output)
     assert mask.sum() == 24 and (output["advantages"][mask] == 0).all() and (output["advantages"][~mask] != 0).all()
 
-
-# -------------------------------------------------------------------------------------------------------------- KL-Cov
 
 KL = dict(kl_cov=0.2, kl_cov_coef=0.7, num_iterations=2)
 
@@ -202,12 +188,3 @@ def test_rows_of_further_streams_keep_their_clip(tmp_path):
 
     make(tmp_path, Noting, config, **{**options, **KL, "max_steps": 2}).train()
     assert seen == {(True, float("inf")), (False, 0.2)}
-
-
-@pytest.mark.parametrize("options", [dict(num_iterations=2), dict(steps_per_generation=2)], ids=str)
-def test_both_at_once_train_and_move_on(tmp_path, options):
-    plain, _ = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=odd, max_steps=4, **options)
-    both = dict(clip_cov=0.1, clip_cov_low=0.0, kl_cov=0.1)
-    trainer = make(tmp_path, loss_type="dapo", max_steps=4, **both, **options)
-    trainer.train()
-    assert differ(parameters(trainer), plain) and all(v.isfinite().all() for v in parameters(trainer).values())

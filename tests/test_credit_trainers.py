@@ -20,24 +20,16 @@ from world import (
     trained,
 )
 
+from trl_explore import trainers
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import normalised
 from trl_explore.credit.subsets import pass_at_k_advantages, pkpo
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.streams import LOSS_NORMALISERS
-from trl_explore.trainers import (
-    BranPOConfig,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    G2RLConfig,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-)
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
+METHODS = tiny_methods()
 OURS = (ExplorationTrainer, ExplorationConfig)
 NEUTRAL = dict(passk_k=2, unlikeliness_beta=0.0, count_bonus=0.0, count_bonus_scope="batch", clip_cov=0.0, kl_cov=0.0)
 NEUTRAL |= dict(clip_cov_low=0.0, clip_cov_high=9.0, kl_cov_coef=3.0)
@@ -54,9 +46,6 @@ def odd_or_unscored(completion_ids, **columns):
 
 def make(folder, pair=OURS, **options):
     return make_trainer(*pair, folder, **{"reward_funcs": odd, **options})
-
-
-# ---------------------------------------------------------------------------------------------------------- reductions
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "unlikeliness"])
@@ -82,13 +71,10 @@ def test_completions_without_answers_get_no_bonus(tmp_path, scope):
 @pytest.mark.parametrize("loss_type", sorted(LOSS_NORMALISERS))
 @pytest.mark.parametrize("advantage", ["maxrl", "pkpo_loo"])
 def test_other_advantages_train_with_every_loss_type(tmp_path, loss_type, advantage):
-    options = dict(loss_type=loss_type, reward_funcs=odd, num_iterations=2, max_steps=4)
+    options = dict(loss_type=loss_type, reward_funcs=odd, num_iterations=2, max_steps=2)
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     got, _ = trained(*OURS, tmp_path, advantage=advantage, passk_k=2, **options)
     assert differ(got, expected) and all(value.isfinite().all() for value in got.values())
-
-
-# ------------------------------------------------------------------------------------- what the main rows are credited
 
 
 @pytest.mark.parametrize("reward", [odd_or_unscored, never], ids=lambda reward: reward.__name__)
@@ -169,8 +155,6 @@ def test_rows_without_advantage_leave_by_the_new_one(tmp_path):
     assert output["tool_mask"].any(dim=1).tolist() == [False] * 4 + [True] * 4
 
 
-# --------------------------------------------------------------------------------------------------------------- bonus
-
 CHARACTERS = {"7": 12, "3": 8, "a": 21}
 
 
@@ -237,8 +221,6 @@ def test_evaluation_counts_no_answers(tmp_path):
     assert trainer.credit.state() == before and "eval_credit/bonus_mean" not in trainer._metrics["eval"]
 
 
-# ----------------------------------------------------------------------------------------------- with the five methods
-
 TOKENS = dict(clip_cov=0.1, clip_cov_low=0.0, kl_cov=0.1)
 ALL = dict(count_bonus=0.5, passk_k=2, max_completion_length=3, **TOKENS)
 CREDIT = {
@@ -255,7 +237,7 @@ REUSED = dict(num_iterations=2, steps_per_generation=2, max_steps=7, save_steps=
 
 @pytest.mark.parametrize("method", CREDIT)
 def test_methods_train_and_resume_with_it_bit_for_bit(tmp_path, method):
-    trainer_class, config_class, own = tiny_methods()[method]
+    trainer_class, config_class, own = METHODS[method]
     options = {"reward_funcs": odd, **own, **REUSED}
     plain, _ = trained(trainer_class, config_class, tmp_path / "plain", **{**options, "max_completion_length": 3})
     options |= CREDIT[method]
@@ -296,10 +278,11 @@ def test_branches_of_deep_grpo_keep_grpos_credit_among_siblings(tmp_path):
 
 
 def test_sesas_weights_multiply_it(tmp_path):
-    options = dict(max_sketch_length=4, off_policy_correction=True, off_policy_scope="all")
+    trainer_class, config_class, own = METHODS["sesa"]
+    options = dict(own, off_policy_correction=True, off_policy_scope="all")
     found = {}
     for advantage in ("grpo", "maxrl"):
-        trainer = make(tmp_path, (SESATrainer, SESAConfig), advantage=advantage, **options)
+        trainer = make(tmp_path, (trainer_class, config_class), advantage=advantage, **options)
         output = one_batch(trainer)
         rewards = trainer.scorer.totals().view(-1, 4)
         own = maxrl(rewards) if advantage == "maxrl" else normalised(rewards, scale="group")
@@ -337,34 +320,18 @@ def test_prompts_with_a_branch_of_branpo_have_its_credit_and_others_this_one(tmp
     assert (own[solved] == 0.5).all()
 
 
-def test_a_shaped_reward_is_what_is_discounted(tmp_path):
-    trainer_class, config_class, own = tiny_methods()["g2rl"]
-    plain = one_batch(make(tmp_path, (trainer_class, config_class), **own))
-    output = one_batch(make(tmp_path, (trainer_class, config_class), advantage="unlikeliness", **own))
-    assert not torch.allclose(plain["advantages"], output["advantages"])
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
-
 REFUSED = {
     "`advantage`: unknown value 'max_rl'; did you mean 'maxrl'": dict(advantage="max_rl"),
     "`passk_k=0` must be at least 1 completion": dict(passk_k=0),
     "`passk_k=5` is more than the `num_generations=4` rows of a group": dict(advantage="passk", passk_k=5),
     "`passk_k=6` is more than": dict(advantage="pkpo_loo", passk_k=6),
-    "`passk_k=4` and `num_generations=4` gives every row the advantage 0.*`passk_k` must be smaller than": dict(
-        advantage="passk", passk_k=4
-    ),
+    "`passk_k=4` and `num_generations=4` gives every row the advantage 0": dict(advantage="passk", passk_k=4),
     "`unlikeliness_beta=1.5` must be in": dict(unlikeliness_beta=1.5),
     "`unlikeliness_beta=nan`": dict(unlikeliness_beta=float("nan")),
     "`count_bonus=-1.0` must be at least 0": dict(count_bonus=-1.0),
     "`count_bonus=inf` must": dict(count_bonus=float("inf")),
     "`count_bonus_scope`: unknown value 'run'; choose one of batch, history": dict(count_bonus_scope="run"),
-    "`dynamic_sampling='filter'` drops groups .*`count_bonus=0.1` trains them": dict(
-        count_bonus=0.1, dynamic_sampling="filter"
-    ),
-    "`dynamic_sampling='refill'` drops groups .*`count_bonus=0.2` trains them": dict(
-        count_bonus=0.2, count_bonus_scope="batch", dynamic_sampling="refill"
-    ),
+    "drops groups .*`count_bonus=0.1` trains them": dict(count_bonus=0.1, dynamic_sampling="filter"),
     "`clip_cov=2.0` must be a share": dict(clip_cov=2.0),
     "`kl_cov=-0.1` must be a share": dict(kl_cov=-0.1),
     "`clip_cov_low=nan`": dict(clip_cov_low=float("nan")),
@@ -378,9 +345,7 @@ REFUSED = {
     "`kl_cov=0.1` changes the ratio of single tokens.*`loss_type='cispo'`": dict(kl_cov=0.1, loss_type="cispo"),
     "`importance_sampling_level='sequence'`": dict(kl_cov=0.1, importance_sampling_level="sequence"),
     "`kl_cov=0.1` takes the place of all clipping, `delta=4.0` too": dict(kl_cov=0.1, delta=4.0),
-    "`dynamic_sampling='filter'` drops groups whose rewards are all equal": dict(
-        advantage="reinforce", dynamic_sampling="filter"
-    ),
+    "drops groups whose rewards are all equal": dict(advantage="reinforce", dynamic_sampling="filter"),
     "`success_weight=-0.1` must be at least 0": dict(advantage="reinforce", success_weight=-0.1),
     "`off_policy_mask_threshold=0.5` too": dict(kl_cov=0.1, off_policy_mask_threshold=0.5),
 }
@@ -397,13 +362,13 @@ def test_what_cannot_be_is_refused_at_construction(tmp_path, message, options):
 def test_a_tree_has_its_own_credit(tmp_path, options):
     (name,) = options
     with pytest.raises(ValueError, match=f"`{name}=.*the values of a tree are the advantages: leave `{name}` out"):
-        TreeGRPOConfig(str(tmp_path), use_cpu=True, **options)
+        trainers.TreeGRPOConfig(str(tmp_path), use_cpu=True, **options)
 
 
 @pytest.mark.parametrize("advantage", ["maxrl", "passk"])
 def test_shaped_rewards_with_signs_are_no_successes(tmp_path, advantage):
     with pytest.raises(ValueError, match=f"`advantage='{advantage}'` needs rewards of .*G2RL's can be negative"):
-        G2RLConfig(str(tmp_path), use_cpu=True, advantage=advantage)
+        trainers.G2RLConfig(str(tmp_path), use_cpu=True, advantage=advantage)
 
 
 LOOKING_AT_TOKENS = [dict(advantage="unlikeliness"), dict(count_bonus=0.1), dict(clip_cov=0.1), dict(kl_cov=0.1)]
@@ -438,7 +403,7 @@ def test_rewards_that_do_not_fit_end_a_run_at_its_first_batch(tmp_path, advantag
 def test_fields_that_others_do_not_use_do_not_matter(tmp_path):
     make(tmp_path, passk_k=9, clip_cov_high=7.0)
     make(tmp_path, advantage="pkpo_loo", passk_k=4)  # only pass@k training needs more rows than `passk_k`
-    BranPOConfig(str(tmp_path), use_cpu=True, advantage="passk", count_bonus=0.5)
+    trainers.BranPOConfig(str(tmp_path), use_cpu=True, advantage="passk", count_bonus=0.5)
 
 
 def test_reinforce_trains_groups_that_all_fail(tmp_path):

@@ -1,7 +1,7 @@
 """What is counted of two versions of TRL, on made-up ones."""
 
 import pytest
-from drift import Sources, covering, num_changed, report
+from drift import Sources, covering, report
 
 from trl_explore.compat import SEAMS
 
@@ -30,25 +30,6 @@ def versions(tmp_path):
             "class GRPOTrainer:\n    def _generate(self): ...\n"
         )
     return [Sources(tmp_path / name) for name in ("old", "new")]
-
-
-def test_a_seam_is_all_lines_of_its_function(versions):
-    lines = ["@decorated", "def _generate(self, prompts):", "    first = prompts", "    return first"]
-    assert versions[0].lines("trl.GRPOTrainer._generate") == lines
-
-
-def test_a_seam_that_is_inherited_is_that_of_the_base(versions):
-    lines = ["def log(self, logs, start_time=None):", "    return logs"]
-    assert [version.lines("trl.GRPOTrainer.log") for version in versions] == [lines, lines]
-
-
-def test_what_is_not_there_has_no_lines(versions):
-    assert versions[0].lines("trl.trainer.utils.add_fused_lm_head") == []
-    assert versions[0].lines("trl.GRPOTrainer._gone") == []
-
-
-def test_lines_that_were_taken_out_or_put_in_count():
-    assert num_changed(["a", "b", "c"], ["a", "b2", "c", "d"]) == 3
 
 
 def test_the_report_has_a_row_for_each_seam_that_is_there(versions):

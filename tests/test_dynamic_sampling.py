@@ -53,9 +53,6 @@ def prompts_of(trainer, output):
     return [trainer.tokenizer.decode(ids) for ids in tokens_of(output, "prompt")]
 
 
-# ---------------------------------------------------------------------------------------------------------- the order
-
-
 @given(st.integers(1, 9), st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2), max_size=12))
 def test_every_pass_takes_every_place_once(size, needs):
     order = PromptOrder(range(size), shuffle=True, seed=3)
@@ -116,9 +113,6 @@ def test_rows_of_several_batches_are_padded_as_trl_pads():
         assert merged["completion_ids"].shape == (2, max(lengths))
 
 
-# --------------------------------------------------------------------------------------------------------- reductions
-
-
 @pytest.mark.parametrize("kind", ["filter", "refill"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
 def test_where_all_groups_have_contrast_it_is_grpo(tmp_path, kind, loss_type):
@@ -132,7 +126,8 @@ def test_where_all_groups_have_contrast_it_is_grpo(tmp_path, kind, loss_type):
 @pytest.mark.parametrize("options", [{}, dict(steps_per_generation=2, num_iterations=2, max_steps=8)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_prompts_are_those_of_the_data_loader_where_nothing_is_refilled(tmp_path, options, shuffle):
-    options = dict(dict(reward_funcs=half, shuffle_dataset=shuffle, max_steps=20), **options)  # one pass is 18
+    data = make_dataset().select(range(8))  # one pass is 4 steps
+    options = dict(dict(reward_funcs=half, train_dataset=data, shuffle_dataset=shuffle, max_steps=6), **options)
     found, _ = trained(*PLAIN, tmp_path, dynamic_sampling="refill", **options)
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     assert_same(found, expected)
@@ -170,9 +165,6 @@ def test_a_batch_without_contrast_trains_nothing(tmp_path, loss_type):
     start = parameters(trainer)
     trainer.train()
     assert_same(parameters(trainer), start)
-
-
-# -------------------------------------------------------------------------------------------------------------- refill
 
 
 @pytest.mark.parametrize(("rows", "kept"), [([True] * 2, 1.0), ([True] * 4 + [False] * 2, 2 / 3)])
@@ -274,9 +266,6 @@ def test_the_table_has_the_rows_of_all_rounds(tmp_path):
         assert entry["num_tokens"] == entry["generation/sampled_tokens"] + prompt_tokens
 
 
-# --------------------------------------------------------------------------------------------------- explore_threshold
-
-
 def test_solved_prompts_are_sampled_less(tmp_path):
     asked = []
 
@@ -284,7 +273,8 @@ def test_solved_prompts_are_sampled_less(tmp_path):
         asked.extend(prompts[::4])
         return [float(int(prompt[0]) < 3) for prompt in prompts]
 
-    trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=low, explore_threshold=0.5, max_steps=40)
+    options = dict(train_dataset=make_dataset().select(range(0, 36, 3)), explore_threshold=0.5, max_steps=14)
+    trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=low, **options)
     trainer.train()
     solved = sum(int(prompt[0]) < 3 for prompt in asked)
     assert solved < 0.4 * len(asked)
@@ -292,16 +282,14 @@ def test_solved_prompts_are_sampled_less(tmp_path):
 
 
 def test_it_resumes_with_its_rates(tmp_path):
-    options = dict(explore_threshold=0.2, max_steps=30)
-    whole = make_trainer(*PLAIN, tmp_path, **options, save_strategy="steps", save_steps=20)
+    options = dict(train_dataset=make_dataset().select(range(8)), explore_threshold=0.2, max_steps=9)
+    whole = make_trainer(*PLAIN, tmp_path, **options, save_strategy="steps", save_steps=6)
     whole.train()
     again = make_trainer(*PLAIN, tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert_same(parameters(again), parameters(whole))
     assert again.rounds.state() == whole.rounds.state()
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
+    assert whole.state.log_history[-2]["selection/skipped_prompts"] > 0
 
 
 @pytest.mark.parametrize(

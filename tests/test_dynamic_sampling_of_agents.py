@@ -53,7 +53,7 @@ def test_trained_rows_have_the_rewards_of_their_own_environments(tmp_path, monke
     log = [entry for entry in trainer.state.log_history if "selection/rounds" in entry]
     assert any(entry["selection/rounds"] > 1 for entry in log) and differ(parameters(trainer), before)
     said = sum(len(ours) for call in voice.calls for _, ours in call)  # without the tokens of tools
-    assert log[-1]["generation/sampled_tokens"] <= said
+    assert sum(entry["selection/sampled_tokens"] for entry in log) == log[-1]["generation/sampled_tokens"] <= said
     seen = 0
     for output in batches:
         for ids, mask, advantage in zip(

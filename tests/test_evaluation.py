@@ -14,7 +14,7 @@ from peft import LoraConfig
 from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.evaluation.completions import encode_prompts, read_completions
-from trl_explore.evaluation.evaluate import NoRewardError, default_metrics, evaluate, parse_metrics
+from trl_explore.evaluation.evaluate import NoRewardError, evaluate, parse_metrics
 from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler, _vllm_rank
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.rollouts import Continuation
@@ -270,11 +270,6 @@ def test_unknown_metrics_are_named(names, message):
     with pytest.raises(ValueError) as error:
         parse_metrics(names, 4)
     assert message in str(error.value)
-
-
-def test_default_metrics():
-    assert default_metrics(1) == ["pass@1"]
-    assert list(parse_metrics(default_metrics(8), 8).values()) == [("pass", 1), ("pass", 8), ("maj", 8)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import io
 import re
 
-import pytest
 from rich.console import Console
 
 from trl_explore.cli.eval import _report
@@ -24,25 +23,10 @@ def test_a_table_that_fits_is_one_table():
     ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_columns_that_do_not_fit_go_below_and_no_cell_wraps(width):
-    cells = [f"{number}.0 [{number}.1, {number}.2]" for number in range(10, 18)]
-    lines = printed(FittingTable(["data set", *(f"metric {n}" for n in range(8))], [["mine", *cells]]), width)
-    assert max(map(len, lines)) <= width
-    assert all(sum(cell in line for line in lines) == 1 for cell in cells)
-    assert sum("mine" in line for line in lines) == sum("data set" in line for line in lines) >= 1
-
-
 def test_a_long_title_wraps_between_words_and_not_inside():
     table = FittingTable(["arm", "greedy accuracy (%)"], [["x", "1.0"]])
     assert any("greedy accuracy (%)" in line for line in printed(table, 80))
     assert any("accuracy" in line and "greedy" not in line for line in printed(table, 20))
-
-
-def test_a_name_that_leaves_no_room_wraps():
-    lines = printed(FittingTable(["arm", "reward"], [["word " * 30, "0.500 ± 0.100"]]), 80)
-    assert max(map(len, lines)) <= 80 and sum(line.count("word") for line in lines) == 30
-    assert any("0.500 ± 0.100" in line for line in lines)
 
 
 def test_an_evaluation_fits_a_terminal_of_80_columns(monkeypatch, capsys):

@@ -74,8 +74,9 @@ def test_without_novelty_the_mapping_is_what_remains(tmp_path):
     assert all(0 <= entry["reward"] <= 1 for entry in log if "reward" in entry)  # raw: 0 and 1
 
 
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-def test_novelty_changes_what_is_learned(tmp_path, options):
+@pytest.mark.parametrize("setting", ["generation longer than accumulation", "lora, beta, two iterations"])
+def test_novelty_changes_what_is_learned(tmp_path, setting):
+    options = SETTINGS[setting]
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     got, log = trained(G2RLTrainer, G2RLConfig, tmp_path, **options)
     assert differ(got, expected)
@@ -171,15 +172,12 @@ def dynamic_ntk(length):
         ({}, 0, 0),
         (PASSES["with old log-probabilities"], 2, 0),  # two batches of 8 rows each
         (dict(PASSES["with old log-probabilities"], peft_config=DROPOUT), 2, 2),  # TRL's pass has dropout
+        (dict(model=dynamic_ntk(64)), 0, 0),  # rotary factors are fixed up to this length
     ],
 )
 def test_features_cost_no_pass_of_their_own_without_dropout(tmp_path, options, passes, own):
     assert batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))[1] == passes
     assert batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options))[1] == passes + own
-
-
-def test_features_cost_no_pass_where_rotary_factors_are_fixed(tmp_path):
-    assert batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, model=dynamic_ntk(64)))[1] == 0
 
 
 class Elsewhere(G2RLTrainer):
@@ -239,11 +237,11 @@ def test_identical_completions_are_not_novel_whatever_dropout_draws(tmp_path, op
     assert trainer.model.training
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
-def test_features_change_neither_old_logprobs_nor_dropout(tmp_path, options, checkpointing):
+@pytest.mark.parametrize(("passes", "checkpointing"), [("own pass", True), ("with old log-probabilities", False)])
+def test_features_change_neither_old_logprobs_nor_dropout(tmp_path, passes, checkpointing):
     """Without a reward there is nothing to shape: what is left to learn from is the KL term, under dropout."""
-    options = dict(options, peft_config=DROPOUT, reward_funcs=never, beta=0.1, gradient_checkpointing=checkpointing)
+    options = dict(PASSES[passes], peft_config=DROPOUT, gradient_checkpointing=checkpointing)
+    options |= dict(reward_funcs=never, beta=0.1)
     expected, _ = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
     got, _ = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, reward_mapping="none", **options))
     assert ("old_per_token_logps" in expected) == ("steps_per_generation" in options)

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from world import TINY, assert_same, differ, make_trainer, parameters, text_of, tiny_methods, trained
 
-from trl_explore.rewards.threshold import FIRST_BATCHES, threshold_note
+from trl_explore.rewards.threshold import FIRST_BATCHES
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 # Methods that compare a reward with the threshold whatever else is set.
@@ -54,14 +54,6 @@ def test_graded_rewards_train(tmp_path, method, reward):
     assert all(entry["grad_norm"] > 0 for entry in log[:-1])
 
 
-@pytest.mark.slow
-def test_a_graded_reward_rises_with_tree_grpo(tmp_path):
-    options = dict(expansion_width=3, node_length=2, reward_funcs=graded, max_steps=30, num_generations=8)
-    _, log = trained(*MAPPED["tree_grpo"], tmp_path, **options)
-    rewards = [entry["reward"] for entry in log if "reward" in entry]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-
-
 @pytest.mark.parametrize("method", MAPPED)
 def test_rewards_of_0_and_1_train_as_in_the_paper_bit_for_bit(tmp_path, method):
     options = TINY[method].options
@@ -81,7 +73,7 @@ def test_a_binary_mapping_counts_successes_alone(tmp_path, method):
 @pytest.mark.parametrize("method", ASKING)
 def test_a_threshold_that_no_completion_reaches_is_named_once(tmp_path, method):
     cls, config, options = ALL_METHODS[method]
-    trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=FIRST_BATCHES + 2, **options)
+    trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=FIRST_BATCHES + 1, **options)
     assert len(found) == 1
     log = [entry for entry in trainer.state.log_history if "success/max_reward" in entry][:FIRST_BATCHES]
     highest = max(entry["success/max_reward"] for entry in log)
@@ -104,12 +96,6 @@ def test_a_threshold_that_some_completions_reach_is_not_named(tmp_path, method):
     trainer, found = run(cls, config, tmp_path, reward_funcs=half_right, max_steps=FIRST_BATCHES, **options)
     assert not found
     assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
-
-
-def test_a_run_that_is_shorter_than_the_first_batches_warns_at_its_end(tmp_path):
-    cls, config, options = ALL_METHODS["deep_grpo"]
-    _, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
-    assert len(found) == 1 and found[0].startswith("In the first 1 generation batch(es): No completion")
 
 
 def test_rewards_that_are_all_0_are_not_blamed_on_the_threshold(tmp_path):
@@ -146,21 +132,7 @@ def test_the_reward_that_decides_is_the_one_that_is_looked_at(tmp_path):
 def test_a_threshold_that_is_lowered_between_runs_is_looked_at_again(tmp_path):
     cls, config, options = ALL_METHODS["tree_rl"]
     trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
-    assert len(found) == 1
+    assert len(found) == 1 and found[0].startswith("In the first 1 generation batch(es): No completion")
     trainer.args.success_threshold = 0.1
     assert not warned(trainer)
     assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
-
-
-def test_a_note_from_logs_names_what_was_seen():
-    def entry(fraction, low, high):
-        return {"success/fraction": fraction, "success/min_reward": low, "success/max_reward": high}
-
-    assert threshold_note([]) is None
-    assert threshold_note([{"reward": 0.2}]) is None
-    assert threshold_note([entry(0.0, 0.0, 0.0), entry(0.0, 0.0, 0.0)]) is None
-    assert threshold_note([entry(0.0, 0.1, 0.4), entry(0.1, 0.0, 1.0)]) is None
-    note = threshold_note([entry(0.0, 0.1, 0.4), {"loss": 1.0}, entry(0.0, 0.2, 0.6)])
-    assert note.startswith("No completion reached `success_threshold`: rewards were between 0.1 and 0.6.")
-    note = threshold_note([entry(1.0, 1.0, 1.5)], threshold=1.0, success_reward="form")
-    assert note.startswith("Every completion reached `success_threshold=1`: rewards of 'form' were between 1 and 1.5.")

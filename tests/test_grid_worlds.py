@@ -8,8 +8,6 @@ import itertools
 import random
 
 import pytest
-import torch
-from datasets import Dataset
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
@@ -19,15 +17,11 @@ from examples.benchmarks.tasks import find_task
 from examples.benchmarks.tasks.frozen_lake import FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment
 from examples.benchmarks.tasks.grid_worlds import ACTIONS, State
 from examples.benchmarks.tasks.sokoban import SOKOBAN, Sokoban, SokobanEnvironment
-from trl_explore.tasks.tiny_model import CHARACTERS, build_model, build_tokenizer
+from trl_explore.tasks.tiny_model import CHARACTERS, build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
 
 LAKE, RULES = FrozenLake(), Sokoban()
 TASKS = [FROZEN_LAKE, SOKOBAN]
-WORLDS = {
-    "frozen_lake": dataclasses.replace(FROZEN_LAKE, size=3, min_moves=4, max_moves=6),
-    "sokoban": dataclasses.replace(SOKOBAN, size=3, num_walls=1, min_moves=2, max_moves=7),
-}
 
 
 def boards(task, number, seed=7):
@@ -155,19 +149,6 @@ def test_a_broken_board_is_named(board):
         RULES.distances(RULES.parse("So./..."))
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_solver_agrees_with_trying_all_plans(name):
-    task = WORLDS[name]
-    for board in boards(task, 12):
-        state = task.world.parse(board)
-        shortest = next(
-            length
-            for length in range(1, task.max_moves + 1)
-            if any(sum(play(task.world, state, plan)[1]) for plan in itertools.product(ACTIONS, repeat=length))
-        )
-        assert len(task.world.solve(state)) == breadth_first(task.world, state) == shortest
-
-
 @pytest.mark.parametrize(
     "task",
     [
@@ -186,66 +167,6 @@ def test_drawn_boards_can_be_solved_in_as_many_moves_as_the_knobs_say(task):
         assert task.world.outcome(play(task.world, state, plan)[0]) == "goal"
         lengths.add(len(plan))
     assert task.min_moves <= min(lengths) < max(lengths) <= task.max_moves
-
-
-def sets_of_cells(board):
-    """Looks and the cells, as complex numbers, in which they are: the reading of the two searches below."""
-    cells = collections.defaultdict(set)
-    for row, looks in enumerate(board.split("/")):
-        for column, look in enumerate(looks):
-            cells[look].add(complex(row, column))
-    return cells
-
-
-def push(floor, boxes, player, step):
-    """A move of Sokoban on sets of cells."""
-    ahead, behind = player + step, player + 2 * step
-    if ahead not in floor or (ahead in boxes and (behind not in floor or behind in boxes)):
-        return boxes, player
-    return frozenset(behind if box == ahead else box for box in boxes), ahead
-
-
-STEPS = {"l": -1j, "d": 1, "r": 1j, "u": -1}
-
-
-@pytest.mark.parametrize("size", [3, 5, 6])
-def test_lakes_are_as_far_across_as_a_search_on_sets_of_cells_finds(size):
-    task = dataclasses.replace(FROZEN_LAKE, size=size, min_moves=4, max_moves=20)
-    for board in boards(task, 25):
-        cells = sets_of_cells(board)
-        reached, moves = set(cells["S"]), 0
-        while reached.isdisjoint(cells["G"]):
-            reached |= {cell + step for cell in reached for step in STEPS.values()} & (cells["."] | cells["G"])
-            moves += 1
-        assert len(LAKE.solve(LAKE.parse(board))) == moves
-
-
-ROOMS = [SOKOBAN, dataclasses.replace(SOKOBAN, num_boxes=2, num_walls=2, num_rooms=8, max_moves=20)]
-
-
-@pytest.mark.parametrize("task", ROOMS, ids=["one box", "two boxes"])
-def test_sokoban_is_what_it_is_on_sets_of_cells(task):
-    rng = random.Random(0)
-    for board in boards(task, 25):
-        cells = sets_of_cells(board)
-        goals, boxes, (player,) = (
-            cells["G"] | cells["*"] | cells["+"],
-            cells["o"] | cells["*"],
-            cells["S"] | cells["+"],
-        )
-        floor = set().union(*cells.values()) - cells["#"]
-        state, position = RULES.parse(board), (frozenset(boxes), player)
-        reached, moves = {position}, 0
-        while not any(boxes <= goals for boxes, _ in reached):
-            reached |= {push(floor, *position, step) for position in reached for step in STEPS.values()}
-            moves += 1
-        assert len(RULES.solve(state)) == moves
-        while not RULES.outcome(state) and rng.random() < 0.97:
-            action = rng.choice("ldru")
-            state, position = RULES.step(state, action)[0], push(floor, *position, STEPS[action])
-            cells = sets_of_cells(RULES.render(state))
-            assert (cells["o"] | cells["*"], cells["S"] | cells["+"]) == (position[0], {position[1]})
-            assert (RULES.outcome(state) == "goal") == (position[0] <= goals)
 
 
 @pytest.mark.parametrize(("world", "board"), [(LAKE, "SX./X../..G"), (RULES, "S../..G/..o"), (RULES, "So.#G/.....")])
@@ -282,10 +203,9 @@ def test_data_sets_are_deterministic_distinct_and_disjoint(task):
     assert first["prompt"][0] == [{"role": "user", "content": first["problem"][0]}]
     held_out = {board for seed in range(2) for board in task.evaluation_set(100, seed=seed)["problem"]}
     rng = random.Random(0)
-    shown = {task.sample_problem(rng).partition("?")[0].partition("|")[0] for _ in range(1500)}
-    assert (
-        held_out.isdisjoint(first["problem"]) and held_out.isdisjoint(other["problem"]) and held_out.isdisjoint(shown)
-    )
+    shown = {task.sample_problem(rng).partition("?")[0].partition("|")[0] for _ in range(500)}
+    for problems in (first["problem"], other["problem"], shown):
+        assert held_out.isdisjoint(problems)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +230,7 @@ def test_bad_knobs_are_named(task, knobs, message):
 
 def test_knobs_that_leave_no_board_are_named():
     with pytest.raises(ValueError, match="`num_examples` is 20,"):  # more boards than exist
-        WORLDS["frozen_lake"].evaluation_set(20)
+        dataclasses.replace(FROZEN_LAKE, size=3, min_moves=4, max_moves=6).evaluation_set(20)
     with pytest.raises(ValueError, match="`hole_share` is 0.95"):
         dataclasses.replace(FROZEN_LAKE, hole_share=0.95).draw(random.Random(0))
     with pytest.raises(ValueError, match="`min_moves` is 60"):
@@ -446,61 +366,6 @@ def test_tool_calls_fit_into_the_tiny_alphabet():
     for text, name in (("!move:direction=l<eos>", "move"), ("go!other<eos>", "other"), ("rrd<eos>", None)):
         calls = parse_response(tokenizer, tokenizer(text).input_ids, prefix=prefix).get("tool_calls", [])
         assert [call["function"]["name"] for call in calls] == [name] * (name is not None)
-
-
-class Chatty(FrozenLakeEnvironment):
-    """Notes what the trainer asks of it."""
-
-    asked = []
-
-    def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-        """
-        self.asked.append(direction)
-        return self._play(direction)
-
-
-def test_grpo_plays_the_environment_and_learns_from_its_reward(tmp_path):
-    tokenizer, model = build_tokenizer(tools=True), build_model(seed=0)
-    # A few steps of supervised training on the one answer, so that the tiny model calls the tool at all.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    turns = [
-        "<u>S.G/...<a>!move:direction=r<eos>",
-        "<u>S.G/...<a>!move:direction=r<eos><u>.SG/...<a>!move:direction=r<eos>",
-    ]
-    ids = tokenizer(turns, padding=True, return_tensors="pt")
-    for _ in range(60):
-        loss = model(**ids, labels=ids.input_ids.masked_fill(ids.attention_mask == 0, -100)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    board = "S.G/..."
-    rows = {"prompt": [[{"role": "user", "content": shown}] for shown in (board, "")] * 2, "board": [board] * 4}
-    trainer = GRPOTrainer(
-        model=model,
-        args=GRPOConfig(
-            str(tmp_path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=80,
-            max_tool_calling_iterations=3,
-            max_steps=2,
-            **QUIET | {"seed": 42},
-        ),
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=tokenizer,
-        environment_factory=Chatty,
-    )
-    Chatty.asked.clear()
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert Chatty.asked.count("r") >= 8
-    assert log["rewards/Chatty/mean"] > 0.3 and log["tools/call_frequency"] >= 1
-    assert trainer.environments[0].episode.steps >= 1
 
 
 def test_grpo_trains_on_the_single_turn_task(tmp_path):

@@ -228,19 +228,6 @@ def test_pass_rates_of_other_settings_are_refused(scores_file, changes, message)
     assert scores_file.read_bytes() == before
 
 
-def test_a_training_step_makes_it_another_model(tmp_path):
-    def variety(completions, **kwargs):
-        return [float(len(set(text))) for text in completions]
-
-    trainer = make_trainer(output_dir=tmp_path, max_steps=1, reward_funcs=variety)
-    for _ in range(2):
-        hard_prompts(trainer, scores_file=tmp_path / "scores.jsonl")
-    trainer.train()
-    with pytest.raises(ValueError, match="other settings: model="):
-        hard_prompts(trainer, scores_file=tmp_path / "scores.jsonl")
-    assert len(hard_prompts(trainer, scores_file=tmp_path / "scores-2.jsonl", threshold=1.0))
-
-
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1="}\n')
     with pytest.raises(ValueError, match="not a file of trl-explore pass rates"):
@@ -254,7 +241,6 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_completion_length": 0}, "max_completion_length=0"),
         ({"threshold": 0.0}, r"threshold must be in \(0, 1\], got 0.0"),
-        ({"threshold": 1.1}, "got 1.1"),
         ({"temperature": 0.0}, "temperature"),
         ({"dataset": ROWS.rename_column("prompt", "question")}, r"\['question', 'answer'\]; rename .*"),
         ({"dataset": ROWS.select([])}, "0 rows"),
@@ -285,11 +271,7 @@ def reward(prompts, **kwargs):
     return contains_answer(prompts=prompts, **kwargs)
 
 def always(prompts, **kwargs):
-    return [1.0] * len(prompts)
-
-def wrong(prompts, **kwargs):
-    raise ValueError("the reward's own mistake")
-"""
+    return [1.0] * len(prompts)"""
 
 
 @pytest.fixture
@@ -363,11 +345,9 @@ def test_an_adapter_folder_is_a_model(workdir):
     assert main(flags(model_name_or_path="adapter", threshold=1.0)) == 0
     written = [json.loads(line) for line in Path("out/hard.jsonl").read_text().splitlines()]
     assert written == expected.to_list() != plain.to_list()
-    assert main(flags(adapter_name_or_path="adapter", threshold=1.0, output="named.jsonl")) == 0
     make_tokenizer().save_pretrained("adapter")
-    assert main(flags(model_name_or_path="adapter", threshold=1.0, output="with_tokenizer.jsonl")) == 0
-    for name in ("named.jsonl", "with_tokenizer.jsonl"):
-        assert Path(name).read_text() == Path("out/hard.jsonl").read_text()
+    assert main(flags(adapter_name_or_path="adapter", threshold=1.0, output="named.jsonl")) == 0
+    assert Path("named.jsonl").read_text() == Path("out/hard.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -375,7 +355,6 @@ def test_an_adapter_folder_is_a_model(workdir):
     [
         ({"k": "0", "batch_size": "many"}, "argument --batch_size: invalid int value: 'many'"),
         ({"k": "-1"}, "k=-1"),
-        ({"threshold": 2}, "threshold must be in (0, 1], got 2.0"),
         ({"output": "hard.csv"}, "output='hard.csv' must end with one of .jsonl, .json, .parquet"),
         ({"output": "./data.jsonl"}, "is the data set itself"),
         ({"output": None}, "required: --output"),
@@ -388,7 +367,6 @@ def test_an_adapter_folder_is_a_model(workdir):
             "`success_reward='rewrad'` is none of the reward functions: name one of reward",
         ),
         ({"dataset_name": "./dota.jsonl"}, "did you mean 'data.jsonl'?"),
-        ({"dataset_train_split": "trian"}, "did you mean 'train'?"),
         ({"model_name_or_path": "./nowhere"}, "model_name_or_path='nowhere' does not exist"),
         ({"reward_funcs": "filter_rewards.always"}, "no prompt is left"),
     ],
@@ -408,16 +386,3 @@ def test_flags_can_be_written_with_dashes_and_progress_of_other_settings_is_refu
     assert main([*arguments, "--dataset-train-split=train"]) == 0
     assert main([*flags(), "--seed=3"]) == 2
     assert "out/hard.jsonl.scores.jsonl holds pass rates of other settings: seed=0, now 3" in capsys.readouterr().err
-
-
-def test_an_error_of_a_reward_function_says_where_it_is_from(workdir, capsys):
-    assert main(flags(reward_funcs="filter_rewards.wrong")) == 2
-    told = "The reward function 'wrong' raised ValueError in filter_rewards.py, line 16: the reward's own mistake"
-    assert capsys.readouterr().err.endswith(f"trl-explore: error: {told}\n")
-
-
-def test_help_is_short(capsys):  # and does not wait for torch: see test_cli.py
-    with pytest.raises(SystemExit, match="0"):
-        main(["filter", "--help"])
-    text = capsys.readouterr().out
-    assert "--threshold" in text and text.count("\n") < 60

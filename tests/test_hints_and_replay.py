@@ -220,12 +220,6 @@ def test_several_rows_are_replaced_if_so_many_succeed(told, tmp_path, number):
     torch.testing.assert_close(output["advantages"], main.repeat(2), atol=1e-4, rtol=0)
 
 
-def test_a_template_may_show_the_hint_before_the_problem(told, tmp_path):
-    trainer = hinted(tmp_path, ["b"], own=dict(hint_template="{hint}; {problem}"))
-    one_batch(trainer)
-    assert all(text.startswith("b; ") and text.endswith("=") for text in told.asked[0][0])
-
-
 @pytest.mark.parametrize("conversational", [False, True])
 def test_with_the_hinted_loss_a_row_is_trained_under_the_prompt_with_the_hint(told, tmp_path, conversational):
     """The template and the column are those of the options. In a conversation, the hint is in the last message."""
@@ -300,7 +294,8 @@ def test_shares_leave_room_for_a_token_and_are_not_shown_twice(told, tmp_path):
 
 @pytest.mark.parametrize("own", [{}, dict(hint_loss="hinted"), dict(hint_fractions=[0.5])], ids=str)
 def test_a_run_with_hints_learns_what_plain_samples_never_show(told, tmp_path, own):
-    trainer = hinted(tmp_path, ["bb"], own=dict(own, hint_ratio_cap=4.0), max_steps=8)
+    fields = dict(log_completions=True, drop_zero_advantage=True, scale_rewards="none", beta=0.1) if own else {}
+    trainer = hinted(tmp_path, ["bb"], own=dict(own, hint_ratio_cap=4.0), max_steps=8, **fields)
     start, prompt = parameters(trainer), tokens("1+1=")
     before = logprobs(trainer.model, prompt, tokens("bbc"))
     trainer.train()
@@ -309,32 +304,6 @@ def test_a_run_with_hints_learns_what_plain_samples_never_show(told, tmp_path, o
         assert after[-1] > before[-1] + 0.1
     assert differ(start, parameters(trainer))
     assert all(entry["explore/solved/hints"] == 1.0 for entry in trainer.state.log_history[:-1])
-
-
-@pytest.mark.parametrize("advantage", ["maxrl", "pkpo"])
-def test_the_group_of_a_hint_is_credited_by_the_field_advantage(told, tmp_path, advantage):
-    trainer = hinted(tmp_path, ["b"], advantage=advantage, passk_k=2, own=dict(hint_loss="hinted"))
-    output = one_batch(trainer)
-    (found,) = trainer.branching.results
-    kept, new = joined_advantages(trainer.args, [(0.0, 0.0)] * GROUP, [(1.0, 1.0)])
-    assert output["advantages"].tolist() == pytest.approx(kept * 2)
-    assert found.scored.rows["advantages"].tolist() == pytest.approx(new * 2)
-    assert new[0] > kept[1] != 0 == kept[0]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(drop_zero_advantage=True, scale_rewards="none", beta=0.1),
-        dict(gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4),
-    ],
-    ids=str,
-)
-def test_groups_of_hints_are_trained_with_the_table_and_other_fields(told, tmp_path, fields):
-    trainer = hinted(tmp_path, ["b"], log_completions=True, **{"max_steps": 2, **fields})
-    before = parameters(trainer)
-    trainer.train()
-    assert differ(before, parameters(trainer))
 
 
 @pytest.mark.parametrize("kind", ["filter", "refill"])
@@ -458,26 +427,13 @@ def test_the_newest_completions_that_fit_are_replayed():
     assert store.newest((8,), 2, longest=3) == []
 
 
-class Moody:
-    """A reward function that fails everything while it is told to."""
+class Remembered:
+    """The first row of each group succeeds, unless it is told to fail; what succeeded before succeeds again."""
 
-    __name__ = "moody"
-
-    def __init__(self):
-        self.fails = False
-
-    def __call__(self, completion_ids, **columns):
-        if self.fails:
-            return [0.0] * len(completion_ids)
-        return [float(i % GROUP == 0) for i in range(len(completion_ids))]
-
-
-class Remembered(Moody):
-    """The same, but a completion that succeeded before succeeds again."""
+    __name__ = "remembered"
 
     def __init__(self):
-        super().__init__()
-        self.right = set()
+        self.fails, self.right = False, set()
 
     def __call__(self, completion_ids, prompts, **columns):
         found = []
@@ -494,14 +450,6 @@ def replayed(folder, reward, *, explore="replay", own=None, **options):
     return make_trainer(*OURS, folder, explore=explore, reward_funcs=reward, **options)
 
 
-def moved(trainer, size=0.3):
-    """Change the policy, so that probabilities differ from those of the stored completions."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter += size * torch.randn_like(parameter)
-
-
 @pytest.mark.parametrize(("cap", "number"), [(1.0, 1), (1e9, 2)])
 def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     reward = Remembered()
@@ -516,7 +464,10 @@ def test_an_unsolved_prompt_trains_its_stored_success(tmp_path, cap, number):
     for prompt, kept in stored.items():
         for ids, before in kept:
             assert before == pytest.approx(logprobs(trainer.model, [*prompt], ids).tolist(), abs=1e-4)
-    moved(trainer)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():  # other probabilities than those of the stored completions
+            parameter += 0.3 * torch.randn_like(parameter)
     reward.fails = True
     count = trainer.sample.tokens.own
     output = one_batch(trainer)
@@ -556,10 +507,11 @@ def test_prompts_without_a_stored_success_are_not_explored(tmp_path):
 
 
 def test_a_stored_success_that_now_fails_gives_no_credit(tmp_path):
-    reward = Moody()
+    reward = Remembered()
     trainer = replayed(tmp_path, reward)
     one_batch(trainer)
     reward.fails = True
+    reward.right.clear()
     output = one_batch(trainer)
     (found,) = trainer.branching.results
     assert not output["advantages"].any() and not found.scored.rows["advantages"].any()
@@ -595,11 +547,6 @@ def test_the_store_is_restored_and_a_resumed_run_is_exact(tmp_path):
     assert_same(parameters(again), parameters(whole))
     state = whole.branch_explorer.state_dict()
     torch.testing.assert_close(again.branch_explorer.state_dict(), state, rtol=0, atol=0)
-    again.branch_explorer.explorers["replay"].load_state_dict(state["explorers"]["replay"])
-    restored = again.branch_explorer.explorers["replay"].store.stored
-    assert [*restored] == [*store.stored]  # in the same order, which says what makes room next
-    for prompt, kept in store.stored.items():
-        assert [tuple(one) for one in restored[prompt]] == [tuple(one) for one in kept]
 
 
 def test_a_large_store_is_a_few_tensors_in_a_checkpoint():
@@ -622,7 +569,7 @@ def only_truncated(completion_ids, **columns):
 @pytest.mark.parametrize("explore", ["hints", "replay"])
 def test_a_success_that_trl_masks_replaces_no_row(tmp_path, explore):
     """Otherwise the failed rows of its group would be pushed down, and no row up."""
-    options = dict(train_dataset=hint_data(["a"]).select(range(4)), reward_funcs=only_truncated, max_steps=12)
+    options = dict(train_dataset=hint_data(["a"]).select(range(4)), reward_funcs=only_truncated, max_steps=6)
     found = []
     for masks in (True, False):
         trainer = make_trainer(*OURS, tmp_path, explore=explore, mask_truncated_completions=masks, **options)
@@ -645,7 +592,7 @@ def test_a_hinted_completion_that_ends_with_padding_is_trained_as_in_trl(told, m
 @pytest.mark.parametrize("method", [OURS, (G2RLTrainer, G2RLConfig)], ids=["grpo", "g2rl"])
 def test_replay_can_begin_in_the_middle_of_a_run(tmp_path, method):
     """A checkpoint without an explorer is resumed with `explore`, also by a method that changes credit."""
-    options = dict(reward_funcs=Moody())
+    options = dict(reward_funcs=Remembered())
     make_trainer(*method, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options).train()
     trainer = make_trainer(*method, tmp_path, explore="replay", max_steps=4, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -687,9 +634,8 @@ BAD_HINTS = {
     "no slot": (dict(hint_template="{problem}"), r"`hint_template='{problem}'` must contain {hint}"),
     "order of shares": (dict(hint_fractions=[0.5, 0.25]), "must be ascending shares between 0 and 1"),
     "a whole solution": (dict(hint_fractions=[0.5, 1.0]), "must be ascending shares between 0 and 1"),
-    "one share": (dict(hint_fractions=0.5), "`hint_fractions=0.5` has the wrong type"),
-    "no shares": (dict(hint_fractions=[]), r"`hint_fractions=\[\]` must be ascending shares"),
     "texts as shares": (dict(hint_fractions=["a"]), r"`hint_fractions=\['a'\]` must be ascending shares"),
+    "no shares": (dict(hint_fractions=[]), r"`hint_fractions=\[\]` must be ascending shares"),
     "an unknown field": (dict(hint_colum="h"), "unknown field 'hint_colum'; did you mean 'hint_column'"),
     "a missing column": (
         dict(hint_column="clue"),
@@ -704,7 +650,6 @@ BAD_REPLAY = {
     "size": (dict(replay_size=0), "`replay_size=0` must be at least 1"),
     "of a prompt": (dict(replay_per_prompt=0), "`replay_per_prompt=0` must be at least 1"),
     "cap": (dict(replay_ratio_cap=-1.0), "`replay_ratio_cap=-1.0` must be a positive number"),
-    "type": (dict(replay_size=2.5), "`replay_size=2.5` has the wrong type: give a value of type `int`"),
 }
 
 
@@ -723,7 +668,6 @@ COLUMNS = {
     "numbers": ([3], "`hint_column='hint'` must hold a text or a list of texts.*one row has '3'"),
     "lists of numbers": ([[1, 2]], r"one row has '\[1, 2\]'"),
     "nothing": ([""], "`hint_column='hint'` has no hint in the first 36 rows"),
-    "empty lists": ([["", None]], "has no hint in the first 36 rows"),
 }
 
 

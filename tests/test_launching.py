@@ -119,9 +119,6 @@ def test_two_machines_find_each_other(tmp_path):
         assert machine.returncode == 0 and "found [0, 1]" in output, output
 
 
-# ------------------------------------------------------------------------------------------------------- the page
-
-
 def shown_commands():
     """The launch lines of the page."""
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -150,9 +147,6 @@ def test_what_is_shown_parses_to_the_end(words, monkeypatch):
 def test_a_wrong_flag_would_be_noticed(monkeypatch):
     with pytest.raises(ValueError, match="num_generation_s"):
         parsed(["examples/g2rl.py", "--num_generation_s", "4"], monkeypatch)
-
-
-# -------------------------------------------------------------------------------------------------------- Slurm
 
 
 STUBS = {
@@ -246,25 +240,3 @@ def test_each_side_needs_a_node(tmp_path, serving):
     done, commands = submitted(tmp_path, 2, VLLM_NODES=serving)
     assert done.returncode == 2 and not commands
     assert f"VLLM_NODES={serving} of 2 nodes: leave at least one node for each side" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command,expected",
-    [
-        ("accelerate.commands.launch --cpu --num_processes 2", ["0 of 1"]),  # docs/vllm.md warns of it
-        ("torch.distributed.run --standalone --nproc_per_node 2", ["0 of 2", "1 of 2"]),
-    ],
-    ids=["accelerate", "torchrun"],
-)
-def test_how_many_processes_a_command_starts_on_a_cpu(tmp_path, command, expected):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from trl import GRPOConfig\n"
-        "args = GRPOConfig('out', use_cpu=True, bf16=False)\n"
-        "open(f'rank{args.process_index}', 'w').write(f'{args.process_index} of {args.world_size}')\n"
-    )
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", *command.split(), str(script)]
-    subprocess.run(run, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=600)
-    assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == expected

@@ -65,9 +65,6 @@ def test_a_mistake_is_explained_and_nothing_runs(tmp_path, arguments, message):
     assert done.returncode != 0 and message in done.stderr and not calls
 
 
-# --------------------------------------------------------------------------------------------------- arithmetic
-
-
 @pytest.mark.parametrize("name", lora_memory.MODELS)
 def test_the_formulas_count_the_weights_that_there_are(name):
     shape = lora_memory.MODELS[name]

@@ -114,9 +114,6 @@ def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(conf
     assert all(f.metadata["help"] for f in fields(config))
 
 
-# ---------------------------------------------------------------------------------------------------------- cost
-
-
 def make(method, folder, **options):
     row = METHODS[method]
     return make_trainer(row.trainer_class, row.config_class, folder, **options)

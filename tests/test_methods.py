@@ -44,9 +44,6 @@ def test_every_method_has_its_files_and_a_tiny_run():
         assert row.name in TINY, f"{row.name} needs a row in TINY of tests/world.py"
 
 
-# ----------------------------------------------------------------------------- lists of methods that are written out
-
-
 def text_of(path):
     return (ROOT / path).read_text(encoding="utf-8")
 

@@ -225,7 +225,6 @@ def test_late_hops_take_five_to_eight_turns_and_end_badly():
     "changes, message",
     [
         ({"hops": (1, 2)}, r"`hops` is \(1, 2\); give"),
-        ({"hops": ()}, r"`hops` is \(\); give"),
         ({"hops": (5, 7)}, r"`hops` is \(5, 7\); give"),
         ({"max_searches": 3}, "`max_searches` is 3; `hops` needs at least 4"),
         ({"max_searches": 20}, "`max_searches` is 20, which takes .* give fewer"),

@@ -93,9 +93,6 @@ def error_of(capsys):
     return error
 
 
-# ----------------------------------------------------------------------------------------------------- the example
-
-
 def test_with_weight_1_it_is_grpo_bit_for_bit(tmp_path):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path)
     got, _ = trained(WReinforceTrainer, WReinforceConfig, tmp_path, positive_weight=1.0)
@@ -122,8 +119,6 @@ def test_the_page_shows_what_the_files_say_and_the_trainer_has_at_most_twenty_li
     imports, test = shown[1].split("\n\n\n")  # tests/test_page_blocks.py runs both
     assert shown[0] in SOURCE and test in Path(__file__).read_text()
 
-
-# -------------------------------------------------------------------------------------------------------- the page
 
 SMALLER = {
     "--max_steps 20": "--max_steps 2 --per_device_train_batch_size 8 --num_generations 4 --report_to none",
@@ -160,9 +155,6 @@ def test_the_commands_of_the_page_run(workdir, capsys):
     assert arms("out/doors") == ["GRPO", "WReinforceTrainer"]
     assert arms("out/weights") == ["GRPO", "a tenth", "none at all"]
     assert [arm["name"] for arm in document["arms"]] == arms("out/weights")
-
-
-# --------------------------------------------------------------------------------------------------- the command line
 
 
 def test_it_trains_from_a_file_and_its_card_says_whose_it_is(workdir):
@@ -230,9 +222,6 @@ def test_mistakes_are_explained_in_one_line(argv, message, workdir, capsys):
     Path("both.yaml").write_text(f"method: grpo\ntrainer: {OWN}\n")
     assert main(["train", *argv, *flags()]) == 2
     assert message in error_of(capsys)
-
-
-# -------------------------------------------------------------------------------------------------------- comparisons
 
 
 @pytest.mark.slow

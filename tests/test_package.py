@@ -16,7 +16,7 @@ from datasets import Dataset
 
 import trl_explore
 from trl_explore.methods import METHODS
-from trl_explore.names import explain_fields, prompt_change, unknown_name
+from trl_explore.names import explain_fields, prompt_change
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,13 +79,6 @@ def test_importing_the_package_loads_neither_torch_nor_trl(tmp_path):
 def test_the_trainers_folder_cannot_be_imported_under_another_name():
     done = python("import trainers", ROOT)
     assert done.returncode == 1 and "import it under that name" in done.stderr
-
-
-def test_unknown_names_get_the_nearest_or_all():
-    assert unknown_name("method", "deep_grp", ["deep_grpo", "sesa"]) == (
-        "unknown method 'deep_grp'; did you mean 'deep_grpo'?"
-    )
-    assert unknown_name("method", "x", ["b", "a"]) == "unknown method 'x'; choose one of a, b."
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import peft
 import pytest
 import torch
+import transformers
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -13,30 +14,6 @@ from peft import LoraConfig, PromptTuningConfig
 from test_adapters import CASES, parity
 from test_generation import SIZE
 from test_packing import forests
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
 from world import TINY, assert_same, differ, make_dataset, make_trainer, parameters, trained
 from world import make_model as small_model
 
@@ -48,12 +25,12 @@ from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationCon
 
 WINDOW = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
 FAMILIES = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen2, windows": (Qwen2ForCausalLM, Qwen2Config, dict(use_sliding_window=True, **WINDOW)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=4)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, dict(attn_logit_softcapping=2.0, **WINDOW)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, windows": ("Qwen2", dict(use_sliding_window=True, **WINDOW)),
+    "qwen3": ("Qwen3", {}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", dict(sliding_window=4)),
+    "gemma2": ("Gemma2", dict(attn_logit_softcapping=2.0, **WINDOW)),
 }
 
 
@@ -67,20 +44,22 @@ def longrope_of(longest):
     """A Phi-3 whose rotary factors change for rows that are longer."""
     torch.manual_seed(0)
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
-    config = Phi3Config(
+    config = transformers.Phi3Config(
         **{name: value for name, value in SIZE.items() if name != "head_dim"},
         max_position_embeddings=64,
         original_max_position_embeddings=longest,
         rope_parameters={**rope, "original_max_position_embeddings": longest},
     )
-    return Phi3ForCausalLM(config)
+    return transformers.Phi3ForCausalLM(config)
 
 
 def dynamic_of(longest):
     """A Llama whose rotary factors change for rows that are longer."""
     torch.manual_seed(0)
     rope = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=longest + 1, rope_parameters=rope))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZE, max_position_embeddings=longest + 1, rope_parameters=rope)
+    )
 
 
 class SharingTrainer(ExplorationTrainer):
@@ -91,8 +70,9 @@ class SharingTrainer(ExplorationTrainer):
 
 def make_model(family):
     torch.manual_seed(0)
-    model_class, config_class, options = FAMILIES[family]
-    return model_class(config_class(**SIZE, **options))
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZE, **options)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -342,45 +322,40 @@ def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name, monke
 
 REFUSED = {
     "layers without attention": (
-        Lfm2ForCausalLM,
-        Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
+        transformers.Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
         "Lfm2ForCausalLM has layers without full or sliding-window attention (conv)",
     ),
     "attention sinks": (
-        GptOssForCausalLM,
-        GptOssConfig(**SIZE, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.0),
+        transformers.GptOssConfig(**SIZE, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.0),
         "GptOssForCausalLM gives packed rows other log-probabilities",
     ),
     "learned positions": (
-        GPT2LMHeadModel,
-        GPT2Config(vocab_size=29, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, initializer_range=0.3),
+        transformers.GPT2Config(vocab_size=29, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, initializer_range=0.3),
         "GPT2LMHeadModel gives packed rows other log-probabilities",
     ),
     "another interface": (
-        GPTNeoForCausalLM,
-        GPTNeoConfig(vocab_size=29, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+        transformers.GPTNeoConfig(
+            vocab_size=29, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]
+        ),
         "GPTNeoForCausalLM does not use the attention interface of transformers",
     ),
     "dropped arguments": (
-        StableLmForCausalLM,
-        StableLmConfig(**{**SIZE, "head_dim": None}),
+        transformers.StableLmConfig(**{**SIZE, "head_dim": None}),
         "StableLmAttention does not get `packed_rows`",
     ),
     "attention dropout": (
-        LlamaForCausalLM,
-        LlamaConfig(**SIZE, attention_dropout=0.1),
+        transformers.LlamaConfig(**SIZE, attention_dropout=0.1),
         "`attention_dropout=0.1` drops different tokens in each row: load the model with `attention_dropout=0.0`",
     ),
 }
 
 
-@pytest.mark.parametrize("model_class, config, reason", REFUSED.values(), ids=REFUSED)
-def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path, model_class, config, reason):
+@pytest.mark.parametrize("config, reason", REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path, config, reason):
     def make(mode):
         torch.manual_seed(0)
-        return make_trainer(
-            ExplorationTrainer, ExplorationConfig, tmp_path, model=model_class(config), shared_prefix_training=mode
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        return make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, model=model, shared_prefix_training=mode)
 
     with pytest.raises(ValueError, match=re.escape(f"`shared_prefix_training='on'` cannot be used: {reason}")):
         make("on")

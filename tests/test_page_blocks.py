@@ -6,7 +6,6 @@ of a block says what else becomes of it: `run by` another test, only `parsed`, o
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import random
@@ -202,35 +201,21 @@ def shared_prefixes(text, folder):
     assert trained_by(TreeGRPOTrainer, scope["args"]).args.shared_prefix_training == "on"
 
 
-def guided_branches(text, folder):
-    scope, _ = run_script(text)
-    trainer = trained_by(scope["GuidedDeepGRPOTrainer"], scope["GuidedConfig"](output_dir="out", **SMALL))
-    assert {"geometry/mean_novelty", "pivots/failure_fraction"} <= trainer.state.log_history[0].keys()
-
-
-def own_advantage(text, folder):
-    scope, _ = run_script(text)
-    config = scope["WReinforceConfig"](output_dir="out", **SMALL)
-    trainer = trained_by(scope["WReinforceTrainer"], config)
-    assert dataclasses.asdict(config)["positive_weight"] == 0.1
-    assert "advantage/better_fraction" in trainer.state.log_history[0]
-
-
-def own_explorer(text, folder):
-    scope, _ = run_script(text)
-    trainer = trained_by(scope["HalfwayTrainer"], scope["HalfwayConfig"](output_dir="out", **SMALL))
-    assert trainer.state.log_history[0]["explore_share"] > 0
-
-
-def own_branches(text, folder):
-    scope, _ = run_script(text)
-    trainer = trained_by(scope["RetryTrainer"], ExplorationConfig(output_dir="out", **SMALL))
-    assert "branch/reward" in trainer.state.log_history[0]
-
-
 def own_test(text, folder):
     scope, _ = run_script(text)
     scope["test_with_weight_1_it_is_grpo_bit_for_bit"](folder / "out")
+
+
+def of_own_classes(trainer_class, config_class, *metrics):
+    """Train with classes that a block defines. `config_class` is a name in the block, or None."""
+
+    def run(text, folder):
+        scope, _ = run_script(text)
+        config = scope[config_class] if config_class else ExplorationConfig
+        trainer = trained_by(scope[trainer_class], config(output_dir="out", **SMALL))
+        assert {*metrics} <= trainer.state.log_history[0].keys()
+
+    return run
 
 
 # Blocks that are a part of a run; all others must make a trainer and train it.
@@ -239,10 +224,12 @@ PARTS = {
     "class Walk": walking_agent,
     "pandas.read_parquet(": table_of_branches,
     'TreeGRPOConfig(output_dir="out", shared_prefix_training="on")': shared_prefixes,
-    "class GuidedConfig": guided_branches,
-    "class WReinforceConfig": own_advantage,
-    "class HalfwayExplorer": own_explorer,
-    "class RetryExplorer": own_branches,
+    "class GuidedConfig": of_own_classes(
+        "GuidedDeepGRPOTrainer", "GuidedConfig", "geometry/mean_novelty", "pivots/failure_fraction"
+    ),
+    "class WReinforceConfig": of_own_classes("WReinforceTrainer", "WReinforceConfig", "advantage/better_fraction"),
+    "class HalfwayExplorer": of_own_classes("HalfwayTrainer", "HalfwayConfig", "explore_share"),
+    "class RetryExplorer": of_own_classes("RetryTrainer", None, "branch/reward"),
     "def test_with_weight_1": own_test,
 }
 

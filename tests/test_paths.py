@@ -10,13 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import (
-    LoraConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -203,7 +197,6 @@ def test_completions_are_those_of_generate(make):
     "options",
     [
         dict(temperature=0.7),
-        dict(temperature=1.5),
         dict(top_k=4),
         dict(top_p=0.8),
         dict(min_p=0.1),
@@ -253,8 +246,8 @@ def test_every_end_token_ends_a_row():
 
 
 @every_model
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_entropies_are_those_of_the_recorded_path(make, temperature):
+def test_entropies_are_those_of_the_recorded_path(make):
+    temperature = 0.7
     paths, rows = kept(make(), sampling(temperature=temperature, top_k=5)), PROMPTS
     for place in range(3):
         budgets = [3 + i % 4 for i in range(len(rows))]
@@ -366,16 +359,6 @@ def test_those_used_longest_ago_make_room_and_ends_go_first():
     assert 1 < encoded <= 6
 
 
-def test_what_made_room_is_encoded_again():
-    model = untied()
-    paths, whole = kept(model, limit=80), kept(model)
-    for seed in (0, 10, 20, 0, 10, 20):
-        for cache in (paths, whole):
-            assert_as_generate(cache, rounds=2, seed=seed)
-        assert 0 < paths.num_tokens <= 80
-    assert paths.encoded > whole.encoded and paths.asked == whole.asked
-
-
 CALLS = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5),
@@ -387,8 +370,7 @@ CALLS = st.lists(
 MODEL = llama()
 
 
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(limit=st.integers(1, 40), calls=CALLS)
 def test_a_bound_changes_nothing_but_what_is_encoded(limit, calls):
     """Rows are prompts, and any parts of completions behind them; each has a budget."""
@@ -502,35 +484,6 @@ def test_options_that_change_nothing_are_no_obstacle():
 
 def plain_trainer(folder, **options):
     return make_trainer(ExplorationTrainer, ExplorationConfig, folder, model=make_model(), **options)
-
-
-def searched(sampler, calls=3, **options):
-    """Continuations of some rows and of what was said, all within one rollout."""
-    found, prefixes = [], [SHORT, LONG, LONGEST]
-    torch.manual_seed(0)
-    with sampler.rollout():
-        for _ in range(calls):
-            groups = sampler(prefixes, [2, 1, 3][: len(prefixes)], [5, 2, 7][: len(prefixes)], **options)
-            found.append(groups)
-            prefixes = [p + g[0].token_ids for p, g in zip(prefixes, groups, strict=True) if not g[0].finished]
-    return found
-
-
-@pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("main_stream", [True, False])
-def test_the_sampler_gives_the_same_and_encodes_less(tmp_path, batch_size, main_stream):
-    own, plain = (
-        plain_trainer(tmp_path, path_cache_tokens=tokens, sampling_batch_size=batch_size).sample for tokens in (999, 0)
-    )
-    found, expected = (searched(sampler, main_stream=main_stream, entropies=True) for sampler in (own, plain))
-    ours = [continuation for groups in found for group in groups for continuation in group]
-    theirs = [continuation for groups in expected for group in groups for continuation in group]
-    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    assert [c.finished for c in ours] == [c.finished for c in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
-    assert own.prefix_tokens_asked == plain.prefix_tokens_asked
-    assert own.prefix_tokens_encoded < plain.prefix_tokens_encoded
 
 
 def test_paths_are_kept_for_a_rollout_and_are_gone_when_sampling_raises(tmp_path):
@@ -667,16 +620,20 @@ def with_and_without(*args, **options):
         return [run(*args, path_cache_tokens=tokens, **options) for tokens in (65_536, 0)]
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+# Each method as it is, and each setting with a method whose search is longest and with one that continues rows.
+RUNS = [(method, "as it is") for method in METHODS]
+RUNS += [(method, setting) for setting in SETTINGS for method in ("trees", "pivots") if setting != "as it is"]
+
+
+@pytest.mark.parametrize(("method", "setting"), RUNS)
 def test_methods_train_the_same_with_kept_prefixes(tmp_path, method, setting):
-    cls, config, options = method
+    (cls, config, options), setting = METHODS[method], SETTINGS[setting]
     own, plain = with_and_without(cls, config, tmp_path, **options, **setting)
     assert_same_run(own, plain)
-    if method is not METHODS["two stages"]:  # whose solutions are asked for with the sketches then
+    if method != "two stages":  # whose solutions are asked for with the sketches then
         assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
         assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
-    if setting == {} and method in (METHODS["trees"], METHODS["two stages"]):
+    if setting == {} and method in ("trees", "two stages"):
         kept, again = (p.sample.prefix_tokens_encoded / p.sample.prefix_tokens_asked for p, _ in (own, plain))
         assert kept < 0.75 * again
 
@@ -699,15 +656,9 @@ def warned_run(*args, **options):
 @pytest.mark.parametrize(
     ("model", "words", "options"),
     [
-        (sliding_qwen2, "layers of Qwen2ForCausalLM", {}),
-        (make_model, "no_repeat_ngram_size", dict(generation_kwargs=dict(no_repeat_ngram_size=2))),
-        (make_model, "num_beams", dict(generation_kwargs=dict(num_beams=2))),
-        (functools.partial(make_model, attention_dropout=0.1), "dropout", {}),
         (make_model, "dropout", dict(peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))),
         (make_model, "path_cache_tokens=9", dict(path_cache_tokens=9)),
         (make_model, "virtual tokens", dict(peft_config=PREFIXES["prompt tuning"])),
-        (make_model, "virtual tokens", dict(peft_config=PREFIXES["p-tuning"])),
-        (make_model, "virtual tokens", dict(peft_config=PREFIXES["prefix tuning"], gradient_checkpointing=False)),
         pytest.param(make_model, "a Lily adapter", dict(peft_config=LILY), marks=without_lily),
         (make_model, "an activated LoRA adapter", dict(peft_config=ACTIVATED)),
         (longrope, "change for rows of more than 9 tokens", {}),
@@ -716,8 +667,8 @@ def warned_run(*args, **options):
         (make_model, "guidance_scale", dict(generation_kwargs=dict(guidance_scale=1.5))),
     ],
     ids=[
-        *["windows", "n-grams", "beams", "dropout", "dropout of adapters", "bound", *PREFIXES, "Lily"],
-        *["activated LoRA", "LongRoPE", "dynamic NTK", "end tokens", "guidance"],
+        *["dropout of adapters", "bound", "prompt tuning", "Lily", "activated LoRA"],
+        *["LongRoPE", "dynamic NTK", "end tokens", "guidance"],
     ],
 )
 def test_what_is_refused_is_said_once_and_trains_as_without(tmp_path, model, words, options):
@@ -883,17 +834,3 @@ def test_agents_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     calls = [sum(message["role"] == "tool" for message in row) for rows in own[1] for row in rows]
     assert max(calls) >= 3 and 2 * sum(calls) > len(calls)  # several turns are no exception
     assert own[0].sample.prefix_tokens_encoded < plain[0].sample.prefix_tokens_encoded
-
-
-def test_what_tools_answer_is_not_counted_as_sampled(tmp_path):
-    model = build_model(seed=0, hidden_size=32, num_layers=1)
-    model.load_state_dict(talker())
-    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=64, max_steps=1)
-    sizes |= dict(max_tool_calling_iterations=3, environment_factory=Walk, model=model, logging_steps=1)
-    trainer = make_agent(
-        ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=parity, dynamic_sampling="filter", **sizes
-    )
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["tools/call_frequency"] > 0
-    assert logs["selection/sampled_tokens"] == pytest.approx(8 * logs["completions/mean_length"])

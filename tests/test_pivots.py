@@ -16,7 +16,6 @@ from trl_explore.pivots.choice import (
     draw_pivots,
     drop_empty_end,
     pivot_distribution,
-    relative_depths,
     rows_to_branch_from,
     segment_delimiters,
     segment_fixed,
@@ -46,15 +45,6 @@ def test_a_special_token_whose_name_holds_the_delimiter_does_not_delimit():
     assert segment_delimiters([5, 1, 6], tokenizer, delimiters=["e", "o"]) == [0]
 
 
-def test_the_cache_holds_each_token_once_and_changes_no_result():
-    tokenizer = make_tokenizer()
-    ids = tokenizer("1;2;3;12")["input_ids"]
-    cache = {}
-    first = segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache)
-    assert cache == dict(zip(ids, "1;2;3;12", strict=True))
-    assert segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache) == first == [0, 2, 4, 6]
-
-
 @functools.cache
 def make_byte_tokenizer(merges=()):
     """Byte-level BPE as many language models have it, with few merges."""
@@ -64,15 +54,6 @@ def make_byte_tokenizer(merges=()):
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=raw)
-
-
-def test_a_delimiter_of_several_tokens_ends_a_segment():
-    tokenizer = make_byte_tokenizer()
-    ids = tokenizer("one\n\ntwo\nthree\n\n")["input_ids"]
-    assert len(ids) == 16  # no token is the delimiter
-    assert segment_delimiters(ids, tokenizer, delimiters=["\n\n"]) == [0, 5]
-    ids = tokenizer("Step 1 Step 2")["input_ids"]
-    assert segment_delimiters(ids, tokenizer, delimiters=["Step "]) == [0, 5, 12]
 
 
 def test_a_delimiter_that_is_part_of_a_token_ends_a_segment_after_it():
@@ -175,12 +156,6 @@ def test_points_that_are_ruled_out_leave_the_others_in_proportion():
     assert steep[0].item() == 1.0
 
 
-@pytest.mark.parametrize("gamma", [math.inf, math.nan])
-def test_a_gamma_that_is_not_finite_is_refused(gamma):
-    with pytest.raises(ValueError, match="gamma"):
-        pivot_distribution(torch.tensor([0.5]), gamma=gamma)
-
-
 def test_draws_are_without_replacement_and_follow_the_distribution():
     generator = torch.Generator().manual_seed(0)
     probs = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
@@ -228,39 +203,6 @@ def test_the_fit_is_the_minimum_of_the_cross_entropy_with_a_penalty_on_the_slope
     (loss + l2 / 2 * params[0] ** 2).backward()
     assert params.grad.tolist() == pytest.approx([0.0, 0.0], abs=1e-6)  # convex: its only minimum
     assert estimator.weight < 0  # recoverability falls with depth here
-
-
-def outcomes(weight, bias, count):
-    """Outcomes of pivots drawn as the trainer draws them, twenty segments to a completion."""
-    generator = torch.Generator().manual_seed(0)
-    depths = relative_depths(20)
-    success = torch.sigmoid(weight * depths + bias)
-    drawn = torch.multinomial(pivot_distribution(success, gamma=2.0), count, replacement=True, generator=generator)
-    labels = torch.rand(count, generator=generator, dtype=torch.float64) < success[drawn]
-    return depths[drawn], labels.long()
-
-
-@pytest.mark.parametrize(
-    "weight,bias",
-    [
-        (0.0, math.log(0.02 / 0.98)),  # rare, and independent of depth
-        (1.5, -5.0),  # rare, and rising with depth
-        (-2.0, 0.0),
-        (0.0, 0.0),
-        (3.0, -3.0),
-        (-3.0, 5.0),  # failure is rare
-    ],
-)
-def test_slope_and_intercept_are_recovered_within_the_sampling_error(weight, bias):
-    depths, labels = outcomes(weight, bias, 10_000)
-    estimator = filled(list(zip(depths.tolist(), labels.tolist(), strict=True)), buffer_size=10_000)
-    estimator.fit()
-    success = torch.sigmoid(weight * depths + bias)
-    design = torch.stack([depths, torch.ones_like(depths)], dim=1)
-    information = design.T @ (design * (success * (1 - success)).unsqueeze(1))
-    errors = information.inverse().diagonal().sqrt().tolist()  # standard errors: 0.44 and 0.38 in the second case
-    assert abs(estimator.weight - weight) < 2 * errors[0]
-    assert abs(estimator.bias - bias) < 2 * errors[1]
 
 
 def test_a_depth_that_never_varies_says_nothing_of_depth():
@@ -318,10 +260,6 @@ def test_a_state_of_the_first_release_is_taken():
     assert (estimator.weight, estimator.bias, len(estimator)) == (-1.4, -2.5, 20)
     estimator.fit()
     assert estimator.weight < 0
-
-
-def test_relative_depths_end_at_one():
-    assert relative_depths(4).tolist() == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("options", [dict(buffer_size=0, l2=1e-3), dict(buffer_size=5, l2=0.0)])

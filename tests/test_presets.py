@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from trl_explore.cli.benchmarks import load_benchmark
 from trl_explore.errors import UsageError
-from trl_explore.evaluation.presets import FOLDER, Preset, as_prompts, load_preset, preset_names
+from trl_explore.evaluation.presets import Preset, as_prompts, load_preset, preset_names
 
 BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 LETTER = "\n\nReason step by step, and put the letter of your choice within \\boxed{}."
@@ -193,12 +193,3 @@ def test_a_missing_column_or_preset_is_named_with_the_nearest():
 def test_a_benchmark_that_is_not_here_says_how_to_get_it():
     with pytest.raises(UsageError, match="hf download nobody/no-such-data .*--dataset gsm8k=FOLDER"):
         load_benchmark("gsm8k=nobody/no-such-data", flags())
-
-
-def test_every_field_of_the_files_is_known_and_every_reward_exists():
-    import trl_explore.rewards.answers
-
-    for path in FOLDER.glob("*.yaml"):
-        preset = load_preset(path)
-        assert isinstance(preset, Preset) and vars(trl_explore.rewards.answers)[preset.reward]
-        assert f"https://huggingface.co/datasets/{preset.path}" in path.read_text()

@@ -117,7 +117,7 @@ def test_the_runs_of_another_learning_rate_are_not_in_the_tables(pretrained):
     task = pretrained.read_tasks()["countdown"]
     early = rows_of(task, "verdict", [], {})  # at the first rate
     results.write_results(task.path, early, METRICS)
-    assert "| auto | 3 |" in pretrained.report([task])
+    assert "| pass@1 | auto | 3 |" in pretrained.report([task])
     rates = rows_of(task, "rates", [], {"GRPO, 1e-05": 0.9})
     results.write_results(task.path, [*rates, *early], METRICS)
     text = pretrained.report([task])
@@ -132,7 +132,8 @@ def test_the_table_has_paired_differences_and_names_other_starts(pretrained):
     results.write_results(task.path, rows, task.comparison["metrics"])
     text = pretrained.report([task])
     # The curves are lines from 0, so half of the difference at the end is their difference along the curve.
-    assert "| auto | 3 | 0.0 | 40.0 | +10.0 ± 0.0 |" in text and "| GRPO | 3 | 0.0 | 20.0 |  |" in text
+    assert "| pass@1 | auto | 3 | 0.0 | 40.0 | +10.0 ± 0.0 |" in text
+    assert "| pass@1 | GRPO | 3 | 0.0 | 20.0 |  |" in text
     assert "Seeds whose model" not in text
     for row in rows:
         if row["stage"] == "verdict" and (row["arm"], row["seed"], row["step"]) == ("auto", 12, 0.0):

@@ -113,9 +113,6 @@ def test_checkpoints_of_an_unpublished_run_get_a_card_but_no_picture(tmp_path):
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------ dry runs
-
-
 @pytest.fixture
 def no_network(monkeypatch):
     """No token, and a list of the addresses that anybody tries to reach."""

@@ -32,8 +32,6 @@ from trl_explore.runs.inputs import load_reward_functions
         ("東京 Tower", "東京 tower"),
         ("don\u2019t", "don\u2019t"),  # SQuAD's punctuation is ASCII's
         ("\u00a0a\tb\n", "b"),
-        ("The The.", ""),
-        ("", ""),
     ],
 )
 def test_normal_forms(text, form):
@@ -95,9 +93,7 @@ def test_scores_are_hotpots_and_the_best_over_golds(prediction, golds):
 @pytest.mark.parametrize(
     ("prediction", "golds", "f1", "em"),
     [
-        ("Paris", "paris.", 1.0, 1.0),
         ("Paris Paris", "Paris", 2 / 3, 0.0),
-        ("Lutetia", ["Paris", "Lutetia"], 1.0, 1.0),
         ("3.5", "35", 1.0, 1.0),  # SQuAD's form does that
         ("", "Paris", 0.0, 0.0),
         ("", "", 0.0, 0.0),
@@ -196,9 +192,7 @@ OK, BAD = 1.0, -0.5
         ([f" {T}\n{S} ", f"\n{T} {A}\n"], OK, OK, OK),
         ([T + S, T + S, T + A], OK, OK, OK),
         ([S, A], OK, OK, BAD),
-        ([T + S, A], OK, OK, BAD),
         ([T + A], BAD, OK, BAD),
-        ([A], BAD, OK, BAD),
         ([T + S], BAD, BAD, BAD),
         ([T + S, T + "<answer>Paris"], BAD, BAD, BAD),
         ([T + S, "<thinking></thinking>" + A], BAD, BAD, BAD),
@@ -207,7 +201,6 @@ OK, BAD = 1.0, -0.5
         ([T + S + A], BAD, BAD, BAD),
         ([S + T, A], BAD, BAD, BAD),
         ([T + S, "so " + T + A], BAD, BAD, BAD),
-        ([T + S, T + A + " done"], BAD, BAD, BAD),
         ([T + S, "<thinking>" + A + "</thinking>" + A], BAD, BAD, BAD),
         ([T + S, T + "<answer>Rome</answer>"], 0.0, 0.0, 0.0),
         (["", ""], BAD, BAD, BAD),
@@ -254,10 +247,7 @@ def test_calls_of_tools_that_do_not_exist_break_the_format():
         ([calls("let me see"), SHOWN, SHOWN, calls(), SHOWN, says(f"It is {A}.")], OK, OK, BAD),
         ([calls(None), SHOWN, says(A)], OK, OK, BAD),
         ([says(A)], BAD, OK, BAD),
-        ([says(f"It is {A}.")], BAD, OK, BAD),
-        ([says(T + A)], BAD, OK, BAD),
         ([calls(), SHOWN, says(A + A)], BAD, BAD, BAD),
-        ([calls(), SHOWN, says(A + "<answer>")], BAD, BAD, BAD),
         ([calls(), SHOWN, says("Paris")], BAD, BAD, BAD),
         ([calls(), SHOWN, calls()], BAD, BAD, BAD),
         ([calls(), SHOWN, calls(A)], BAD, BAD, BAD),
@@ -265,7 +255,6 @@ def test_calls_of_tools_that_do_not_exist_break_the_format():
         ([calls(), SHOWN, says("hm"), says(A)], BAD, BAD, BAD),
         ([calls(), SHOWN, {"role": "assistant"}], BAD, BAD, BAD),
         ([says("hm"), says(A)], BAD, BAD, BAD),
-        ([SHOWN], BAD, BAD, BAD),
         ([], BAD, BAD, BAD),
     ],
 )

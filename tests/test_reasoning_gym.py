@@ -134,7 +134,6 @@ def test_load_spec():
         ("countdown", dict(size=0), "`size` is 0; write a whole number from 1"),
         ("countdown", dict(eval_size=0), "`eval_size` is 0"),
         ("countdown", dict(seed=-1), "`seed` is -1"),
-        ("countdown", dict(seed=1.5), "`seed` is 1.5"),
         ("countdown", dict(answer_in="tag"), "unknown value of `answer_in` 'tag'; did you mean 'tags'"),
         ("countdown", dict(form="step"), "unknown value of `form` 'step'; did you mean 'steps'"),
         ("countdown", dict(form="steps", answer_in="boxed"), "reads the whole completion; leave it out"),
@@ -166,9 +165,6 @@ def test_refused_data_sets_still_deserve_it():
     assert list_names() == sorted(DATASETS.keys() - REFUSED.keys())
     halting = create_dataset("game_of_life_halting", size=3, seed=0)
     assert all(halting.score_answer("nonsense", entry) == 1.0 for entry in halting)
-
-
-# --- answers in completions ---
 
 
 @pytest.mark.parametrize(
@@ -252,7 +248,7 @@ def test_missing_column_is_one_error():
         spec.reward_funcs(["1"], **table)
 
 
-@pytest.mark.parametrize("name", ["knights_knaves", "n_queens", "calendar_arithmetic", "rush_hour"])
+@pytest.mark.parametrize("name", ["knights_knaves", "rush_hour"])
 def test_saved_rows_score_in_another_process(name, tmp_path):
     spec = ReasoningGymSpec(name, size=3)
     spec.train_dataset.save_to_disk(tmp_path / "disk")
@@ -285,9 +281,6 @@ def test_scores_of_all_data_sets_are_the_packages_own():
     program = [sys.executable, str(ROOT / "tests" / "reasoning_gym_scores.py")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "0 data sets with mistakes" in done.stdout, done.stdout + done.stderr[-2000:]
-
-
-# --- metadata as text ---
 
 
 @pytest.mark.parametrize(
@@ -454,31 +447,6 @@ def test_demonstrations_keep_to_the_form(name, harder):
     assert 0.38 < right / len(spec.train_dataset) < 0.65
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_changed_solutions_do_not_score(name):
-    """Every character of a solution counts. A changed text scores only if it is another valid solution."""
-    spec = ReasoningGymSpec(name, form="steps", size=30)
-    rng = random.Random(0)
-    refused = 0
-    for row in spec.train_dataset:
-        entry = entry_of(row)
-        solution = FORMS[name].right_demonstration(entry, rng)
-        lines = solution.split("\n")
-        at = rng.randrange(len(solution))
-        for changed in (
-            "\n".join(lines[:-1]),
-            "\n".join([*lines, "so it is done"]),
-            "\n".join([*lines, lines[-1]]),
-            solution.replace("\n", " ") + " .",
-            solution[:at] + "?" + solution[at + 1 :],
-            "",
-            "x" * 5000,
-        ):
-            assert score(spec, changed, row) == 0.0, changed
-            refused += FORMS[name].answer(changed, entry) is None
-    assert refused > 30
-
-
 # The problem of each form, its question, the answers of some completions, and completions that are refused.
 COMPLETIONS = {
     "countdown": (
@@ -534,7 +502,10 @@ def test_a_form_checks_every_line(name):
     assert question is None or form.question(entry) == question
     for text, answer in accepted.items():
         assert form.answer(text, entry) == answer
-    for text in refused:
+        for at in range(len(text)):  # every character counts
+            assert form.answer(f"{text[:at]}?{text[at + 1 :]}", entry) is None
+        refused = [*refused, f"{text}\nso it is done", f"{text} ."]
+    for text in [*refused, "", "x" * 5000]:
         assert form.answer(text, entry) is None, text
 
 
@@ -557,9 +528,6 @@ def test_problems_that_cannot_be_made_or_are_too_large_for_a_form_are_one_error(
         _ = ReasoningGymSpec(name, size=2, **options).train_dataset
 
 
-# --- training ---
-
-
 def test_training(tmp_path):
     # The right digit anywhere in the completion gets a part of the score, so that a random model gets rewards.
     spec = ReasoningGymSpec("gcd", answer_in="completion", size=16, eval_size=8, max_value=9)
@@ -579,11 +547,3 @@ def test_training(tmp_path):
     assert len(logs) == 2 and max(log["rewards/reasoning_gym_gcd/mean"] for log in logs) > 0
     evaluated = trainer.evaluate()
     assert 0 <= evaluated["eval_rewards/reasoning_gym_gcd/mean"] <= 1
-
-
-def test_training_on_steps(tmp_path):
-    spec = ReasoningGymSpec("countdown", form="steps", size=16)
-    data = dict(train_dataset=spec.train_dataset, reward_funcs=spec.reward_funcs)
-    trainer = make_trainer(output_dir=tmp_path, max_steps=1, **data)
-    trainer.train()
-    assert trainer.state.log_history[0]["rewards/reasoning_gym_countdown/mean"] == 0.0

@@ -6,23 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, make_dataset, make_model, make_trainer, parameters
+from world import assert_same, contains_answer, make_dataset, make_model, make_trainer, parameters, tiny_methods
 
 from trl_explore.evaluation.callbacks import PassAtKCallback
-from trl_explore.trainers import (
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    ExplorationConfig,
-    ExplorationTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-)
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 PLAIN = ExplorationTrainer, ExplorationConfig
-DEEP = dict(num_branches=2, segmentation="fixed", segment_length=2)
-TREE = dict(expansion_width=3, node_length=2)
+METHODS = tiny_methods()
+DEEP = METHODS["deep_grpo"]
 
 
 def differences(n=12):
@@ -45,9 +36,6 @@ class Noting:
         return [float(len(completion) % 2) for completion in completions]
 
 
-# ----------------------------------------------------------------------------------------------------------- the data
-
-
 @pytest.mark.parametrize(
     "options",
     [dict(dynamic_sampling="refill"), dict(explore_threshold=0.5), dict(budget="vip"), dict(budget="knapsack")],
@@ -67,7 +55,7 @@ def test_the_next_run_goes_through_new_data_in_the_order_of_grpo(tmp_path):
     seen = {}
     for cls, config, options in ((GRPOTrainer, GRPOConfig, {}), (*PLAIN, dict(explore_threshold=0.99))):
         noting = Noting()
-        trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, **options)
+        trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, max_steps=2, **options)
         trainer.train()
         trainer.train_dataset = differences(40)
         noting.prompts.clear()
@@ -111,8 +99,9 @@ def test_new_data_resume_bit_for_bit(tmp_path):
 
 def test_deferred_branches_of_the_first_data_are_dropped(tmp_path):
     noting = Noting()
-    options = dict(DEEP, deferred_branching=True, branch_from="all")
-    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, reward_funcs=noting, **options)
+    cls, config, options = DEEP
+    options = dict(options, deferred_branching=True, branch_from="all")
+    trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, **options)
     trainer.train()
     assert trainer.branch_explorer._queue
     noting.prompts.clear()
@@ -142,9 +131,6 @@ def test_longer_prompts_of_new_data_must_fit(tmp_path):
         trainer.train()
 
 
-# ------------------------------------------------------------------------------------------ rewards and their weights
-
-
 def test_reward_weights_that_a_user_changes_hold_from_then_on(tmp_path):
     def one(completions, **columns):
         return [1.0] * len(completions)
@@ -162,7 +148,8 @@ def test_advantages_follow_weights_as_in_grpo(tmp_path):
         (GRPOTrainer, GRPOConfig, {}),
         (*PLAIN, dict(budget="vip", **{"min_generations": 4, "max_generations": 4})),
     ):
-        trainer = make_trainer(cls, config, tmp_path, reward_funcs=[contains_answer, Noting()], **options)
+        rewards = [contains_answer, Noting()]
+        trainer = make_trainer(cls, config, tmp_path, reward_funcs=rewards, max_steps=2, **options)
         trainer.train()
         trainer.reward_weights = torch.tensor([0.25, -1.0])
         trainer.train()
@@ -171,20 +158,11 @@ def test_advantages_follow_weights_as_in_grpo(tmp_path):
 
 
 def test_a_success_reward_that_is_gone_is_named(tmp_path):
-    options = dict(DEEP, success_reward="contains_answer")
-    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    cls, config, options = DEEP
+    trainer = make_trainer(cls, config, tmp_path, success_reward="contains_answer", **options)
     trainer.reward_funcs, trainer.reward_func_names = [Noting()], ["noting"]
     with pytest.raises(ValueError, match="`success_reward='contains_answer'` is none of the reward functions"):
         trainer.train()
-
-
-def test_an_evaluation_asks_with_the_state_of_the_run(tmp_path):
-    noting = Noting()
-    trainer = make_trainer(output_dir=tmp_path, max_steps=2)
-    evaluation = PassAtKCallback(trainer, make_dataset().select(range(2)), reward_funcs=noting, num_samples=2, k=(1,))
-    trainer.add_callback(evaluation)
-    trainer.train()
-    assert sorted(set(noting.steps)) == [0, 2]
 
 
 def test_an_evaluation_asks_the_trainers_current_functions(tmp_path):
@@ -196,16 +174,13 @@ def test_an_evaluation_asks_the_trainers_current_functions(tmp_path):
     assert noting.prompts and metrics["eval/pass_at_1"] == metrics["eval/reward"] / 2
 
 
-# ---------------------------------------------------------------------------------------------------------- arguments
-
-
 def longer(trainer):
     trainer.max_completion_length = trainer.generation_config.max_new_tokens = 12
 
 
-@pytest.mark.parametrize("case", [(DeepGRPOTrainer, DeepGRPOConfig, DEEP), (TreeGRPOTrainer, TreeGRPOConfig, TREE)])
-def test_all_rows_grow_with_a_limit_that_a_user_raises(tmp_path, case):
-    cls, config, options = case
+@pytest.mark.parametrize("method", ["deep_grpo", "tree_grpo"])
+def test_all_rows_grow_with_a_limit_that_a_user_raises(tmp_path, method):
+    cls, config, options = METHODS[method]
     noting = Noting()
     trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, **options)
     trainer.train()
@@ -227,7 +202,7 @@ def only_sampling(trainer):
 def test_two_limits_that_differ_are_taken_as_in_grpo_where_it_samples(tmp_path, change):
     found = []
     for kind in ((GRPOTrainer, GRPOConfig), PLAIN):
-        trainer = make_trainer(*kind, tmp_path, loss_type="dr_grpo")
+        trainer = make_trainer(*kind, tmp_path, loss_type="dr_grpo", max_steps=1)
         change(trainer)
         trainer.train()
         found.append(parameters(trainer))
@@ -255,14 +230,16 @@ def replace_args(trainer):
     ],
 )
 def test_what_a_run_cannot_follow_is_refused(tmp_path, change, message):
-    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP)
+    cls, config, options = DEEP
+    trainer = make_trainer(cls, config, tmp_path, **options)
     change(trainer)
     with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
 def test_other_groups_need_another_trainer_where_a_method_samples(tmp_path):
-    trainer = make_trainer(SESATrainer, SESAConfig, tmp_path, max_sketch_length=2)
+    cls, config, options = METHODS["sesa"]
+    trainer = make_trainer(cls, config, tmp_path, **options)
     trainer.num_generations = 2
     with pytest.raises(ValueError, match="`trainer.num_generations` changed from 4 to 2"):
         trainer.train()
@@ -273,7 +250,7 @@ def test_other_groups_are_those_of_grpo_where_it_samples(tmp_path, options):
     prompts = []
     for cls, config, own in ((GRPOTrainer, GRPOConfig, {}), (*PLAIN, options)):
         noting = Noting()
-        trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, **own)
+        trainer = make_trainer(cls, config, tmp_path, reward_funcs=noting, max_steps=2, **own)
         trainer.train()
         noting.prompts.clear()
         trainer.num_generations = 2

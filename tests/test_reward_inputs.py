@@ -377,7 +377,7 @@ def test_two_functions_may_log_one_column_and_every_branch_has_it(tmp_path, name
 
 @pytest.mark.parametrize("name", ["tree_grpo", "tree_rl", "attn_rl", "branpo", "agent_tree_grpo", "deep_grpo", "g2rl"])
 def test_a_function_may_log_some_rows_only(tmp_path, name):
-    options = dict(max_steps=2, reward_funcs=[first_notes, some_notes])
+    options = dict(max_steps=1, reward_funcs=[first_notes, some_notes])
     train(name, tmp_path, **options)
     with pytest.warns(UserWarning, match=r"`log_extra\('few', ...\)` was given"):
         train(name, tmp_path, log_completions=True, **options)

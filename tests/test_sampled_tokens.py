@@ -205,13 +205,6 @@ def test_a_second_training_counts_from_the_beginning(tmp_path):
     assert trainer.sample.tokens.total == second and first > 0
 
 
-def test_a_callback_that_knows_no_trainer_says_so(tmp_path):
-    trainer = make_trainer(*PLAIN, tmp_path)
-    trainer.add_callback(CostCallback(Budget()))
-    with pytest.raises(RuntimeError, match=r"before `count_sampled\(trainer\)`"):
-        trainer.train()
-
-
 def test_the_total_is_not_averaged_over_the_logging_interval(tmp_path):
     asked = Asked()
     _, log = trained(*OURS, tmp_path, reward_funcs=asked, max_steps=4, logging_steps=4)

@@ -280,11 +280,6 @@ def test_candidates_of_a_list_become_rows(tmp_path):
     assert metrics["sketch/repeats"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
 
 
-def test_a_list_that_was_cut_off_keeps_its_whole_candidates(tmp_path):
-    _, texts = listing(tmp_path, [["1+2+3+|", "5+6+7+80+9|"]], max_lists=1)
-    assert texts == ["1", "2", "3", "1", "5", "6", "7", "80"]
-
-
 def test_a_list_cut_off_at_a_line_keeps_the_line(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(AddedToken("\n", normalized=False))
@@ -453,9 +448,8 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("mode", ["two_stage", "sequential"])
-@pytest.mark.parametrize("values", COLUMNS.values(), ids=COLUMNS.keys())
-def test_a_column_called_targets_is_not_read_unless_it_is_named(tmp_path, values, mode):
-    dataset = make_dataset().add_column("targets", values)
+def test_a_column_called_targets_is_not_read_unless_it_is_named(tmp_path, mode):
+    dataset = make_dataset().add_column("targets", COLUMNS["nested"])
     trainer = sesa_trainer(tmp_path, train_dataset=dataset, mode=mode, max_steps=1)
     trainer.train()
     assert "sketch/coverage" not in trainer.state.log_history[0]
@@ -477,7 +471,7 @@ def test_a_coverage_column_that_is_not_there_is_refused(tmp_path):
 
 def test_prompts_without_targets_do_not_count_for_coverage(tmp_path):
     dataset = make_dataset().add_column("right", [None, [], ["no such answer"]] * 12)
-    trainer = sesa_trainer(tmp_path, train_dataset=dataset, coverage_column="right", max_steps=6)
+    trainer = sesa_trainer(tmp_path, train_dataset=dataset, coverage_column="right", max_steps=3)
     trainer.train()
     assert {log.get("sketch/coverage") for log in trainer.state.log_history} <= {None, 0.0}
 
@@ -506,7 +500,7 @@ def test_evaluation_is_plain_grpo(tmp_path):
 
 @pytest.mark.parametrize("own", [{}, dict(sketch_assignment="shuffled"), dict(mode="sequential")], ids=str)
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, own):
-    options = dict(SHORT, **own, steps_per_generation=4, max_steps=7, off_policy_correction=True)
+    options = dict(SHORT, **own, steps_per_generation=4, max_steps=5, off_policy_correction=True)
     whole = make_trainer(SESATrainer, SESAConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
     whole.train()
     again = make_trainer(SESATrainer, SESAConfig, tmp_path, **options)
@@ -514,15 +508,11 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, own):
     assert_same(parameters(again), parameters(whole))
 
 
-# --------------------------------------------------------------------------------------------------------- errors
-
-
 ERRORS = {
     "mode.*unknown value 'two-stage'; did you mean 'two_stage'": dict(mode="two-stage"),
     "sketch_assignment.*unknown value 'shufled'; did you mean 'shuffled'": dict(sketch_assignment="shufled"),
     "'shuffled'` has no meaning with `mode='sequential'": dict(sketch_assignment="shuffled", mode="sequential"),
     "'alone'` has no meaning with `mode='two_stage'`, which writes no lists": dict(candidate_context="alone"),
-    "'shuffled'` has no meaning with `mode='agent'": dict(sketch_assignment="shuffled", mode="agent"),
     "only one per generation batch": dict(sketch_assignment="shuffled", per_device_train_batch_size=4),
     "sketch_template='think'` must contain {problem}": dict(sketch_template="think"),
     "next_sketch_template='{problem}'` must contain {sketches}": dict(next_sketch_template="{problem}"),
@@ -533,7 +523,6 @@ ERRORS = {
     "num_sketches=3` must be between 0 .* `max_trajectories=2`": dict(num_sketches=3, max_trajectories=2),
     "parallel_sketches=0` must be at least 1": dict(parallel_sketches=0),
     "parallel_sketches=3` chains need a sketch each.*num_sketches` .now 2": dict(parallel_sketches=3, num_sketches=2),
-    "parallel_sketches=5` chains need a sketch each": dict(parallel_sketches=5),
     "parallel_sketches=2` has no meaning with `mode='agent'": dict(parallel_sketches=2, mode="agent"),
     "max_trajectories=5` must be between 0 .*`num_generations=4`": dict(max_trajectories=5),
     "max_trajectories=2` has no meaning with `mode='sequential'": dict(max_trajectories=2, mode="sequential"),

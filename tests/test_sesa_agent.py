@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_branpo import as_lake_moves
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, assert_same, make_agent, one_batch, parameters, says
 
@@ -22,27 +23,17 @@ class Lake(FrozenLakeEnvironment):
 
     breaks = ()
     error = RuntimeError
-    made = 0
 
     def __init__(self):
         super().__init__(max_steps=6)
-        Lake.made += 1
 
     def reset(self, board, prompt="", **columns):
         if "reset" in self.breaks:
             raise self.error("the lake has melted")
         return super().reset(board, prompt)
 
+    @as_lake_moves
     def move(self, direction: str) -> str:
-        """
-        Moves.
-
-        Args:
-            direction: Where to.
-
-        Returns:
-            The board.
-        """
         if direction in self.breaks:
             raise self.error(f"no ice to the {direction}")
         return self._play(direction)
@@ -267,9 +258,6 @@ def test_a_model_that_says_anything_is_trained(tmp_path):
     assert any(not torch.equal(before[name], after) for name, after in parameters(trainer).items())
 
 
-# --------------------------------------------------------------------------------------- environments that raise
-
-
 def test_a_tool_that_raises_ends_its_trajectory_and_not_the_run(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(Lake, "breaks", ("r",))
     voice(stops=0)
@@ -337,9 +325,6 @@ def test_a_call_that_does_not_fit_is_an_observation(tmp_path, voice):
     one_batch(trainer)
     assert trainer._metrics["train"]["agent/environment_errors"] == [0]
     assert trainer._metrics["train"]["tools/failure_frequency"] == [1.0]
-
-
-# --------------------------------------------------------------------------------------------------------- errors
 
 
 class Bell(Lake):

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_explore.sketches.drafts import (
-    check_template,
     fill_prompt,
     fill_template,
-    first_distinct,
     mean_similarity,
     newest_that_fit,
     other_prompts,
@@ -33,12 +31,6 @@ def test_prompts_of_both_kinds_are_wrapped():
     assert chat[-1]["content"] == "1+1"
     with pytest.raises(ValueError, match="end with a text message"):
         fill_prompt([{"role": "user", "content": [{"type": "text", "text": "1"}]}], "{problem}", {})
-
-
-def test_a_template_without_a_slot_is_named():
-    check_template("solve_template", "{problem} {sketch}", required=["problem"])
-    with pytest.raises(ValueError, match=r"`next_sketch_template='{problem}'` must contain {sketches}"):
-        check_template("next_sketch_template", "{problem}", required=["problem", "sketches"])
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 30))
@@ -84,11 +76,6 @@ def test_lists_are_taken_apart(text, separator, expected):
 def test_what_is_thought_is_not_said(text, opened, thought, said):
     found = split_thoughts(text, opened=opened)
     assert (found[0], found[1].strip()) == (thought, said)
-
-
-def test_first_distinct_texts_keep_their_order():
-    assert first_distinct(["b", "a", "b", "c", "a"], 5) == ["b", "a", "c"]
-    assert first_distinct(["b", "a", "b", "c"], 2) == ["b", "a"] and first_distinct([], 3) == []
 
 
 def test_similarity():

@@ -18,9 +18,8 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from world import TINY, make_model, make_tokenizer, make_trainer, one_batch, says
 
@@ -30,8 +29,6 @@ from trl_explore.methods import METHODS
 from trl_explore.pretrained import smollm2 as package
 from trl_explore.pretrained.smollm2 import PACKAGE, find_pretrained, smollm2
 from trl_explore.pretrained.tools import TOOL_CHAT_TEMPLATE
-from trl_explore.sampling.generation import complete
-from trl_explore.sampling.paths import PathCache, effective_options, why_not
 
 # One worker of pytest-xdist runs all tests: two would convert the model twice, and hold it twice in memory.
 pytestmark = pytest.mark.xdist_group("smollm2")
@@ -263,20 +260,6 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, folder, tokenizer, origi
     assert whole == short
 
 
-@needs_package
-@pytest.mark.slow
-def test_the_model_answers_in_its_template(folder, tokenizer):
-    text = tokenizer.apply_chat_template(
-        [message("What is the capital of France?")], add_generation_prompt=True, tokenize=False
-    )
-    assert text == "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    row = tokenizer(text, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16
-    answer = model.generate(**row, do_sample=False, max_new_tokens=24)[0, row["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer) and answer[-1] == tokenizer.eos_token_id
-
-
 # ------------------------------------------------------------------------------------------------------- every method
 
 
@@ -291,9 +274,9 @@ def test_every_method_trains(tmp_path, folder, tokenizer, name):
         seen.extend(zip(prompts, completions, completion_ids, strict=True))
         return score(completions)
 
-    trainer = trainer_of(name, folder, tmp_path, reward_funcs=every_third)
+    trainer = trainer_of(name, folder, tmp_path, reward_funcs=every_third, max_steps=1)
     trainer.train()
-    check_steps(trainer, name)
+    check_steps(trainer, name, 1)
     changed, all_names = moved(trainer.model, f"{folder}/model.safetensors")
     assert changed == all_names
     questions = {
@@ -388,35 +371,6 @@ def test_every_method_for_agents_trains(tmp_path, folder, tokenizer, name, monke
         assert "The total is 2.<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(ids[len(said) :])
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
-
-
-@needs_package
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "deep_grpo"])
-def test_an_adapter_is_trained_saved_and_loaded_again(tmp_path, folder, tokenizer, name):
-    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    trainer = trainer_of(name, folder, tmp_path, peft_config=lora, optim="adamw_torch", learning_rate=1e-3)
-    before = {key: p.detach().clone() for key, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    check_steps(trainer, name)
-    after = dict(trainer.model.named_parameters())
-    assert all("lora_" in key and not torch.equal(after[key], value) for key, value in before.items())
-    assert len(before) == 2 * 7 * 30
-    trainer.save_model(tmp_path / "adapter")
-    assert not list(tmp_path.glob("adapter/model*"))
-    row = tokenizer(QUESTIONS[0], return_tensors="pt")
-    with torch.no_grad():
-        trained = trainer.model.eval()(**row).logits
-        base = load(folder)
-        plain = base(**row).logits
-        again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**row).logits
-    assert torch.equal(again, trained) and not torch.allclose(again, plain, atol=1e-3)
-
-
-# ----------------------------------------------------------------------------------------------------- shared prefixes
-
-
 @needs_package
 @pytest.mark.slow
 def test_shared_prefixes_change_neither_loss_nor_gradients(tmp_path, folder):
@@ -455,45 +409,6 @@ def test_shared_prefixes_change_neither_loss_nor_gradients(tmp_path, folder):
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-4) and losses["off"] != 0
     for name, expected in gradients["off"].items():
         assert 0 < expected.norm() and (gradients["on"][name] - expected).norm() <= 1e-4 * expected.norm(), name
-
-
-# ------------------------------------------------------------------------------------------------------- kept prefixes
-
-
-@needs_package
-@pytest.mark.slow
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_kept_prefixes_are_continued_as_generate_does(folder, tokenizer, sampled):
-    model = load(folder).eval()
-    options = dict(do_sample=True, temperature=1.0, top_k=0) if sampled else dict(do_sample=False)
-    config = GenerationConfig(
-        **options, pad_token_id=tokenizer.pad_token_id, eos_token_id=[tokenizer.eos_token_id], disable_compile=True
-    )
-    options = effective_options(model, config)
-    assert why_not(model, options, eos_token_ids=[tokenizer.eos_token_id]) is None
-    paths = PathCache(model, options, 10_000)
-    rows = [
-        tokenizer.apply_chat_template([message(text)], add_generation_prompt=True)["input_ids"]
-        for text in (QUESTIONS[0], QUESTIONS[2], QUESTIONS[0], LONG_QUESTION)
-    ]
-    ended = 0
-    for number in range(3):
-        budgets = [3 + (place + number) % 4 for place in range(len(rows))]
-        torch.manual_seed(number)
-        found, _ = paths.complete(rows, budgets)
-        options.max_new_tokens = max(budgets)
-        torch.manual_seed(number)
-        assert found == complete(model, rows, options)
-        parts = [ids[:budget] for ids, budget in zip(found, budgets, strict=True)]
-        ended += sum(part[-1] == tokenizer.eos_token_id for part in parts)
-        rows = [
-            row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)
-        ]
-    assert paths.encoded < paths.asked / 2
-    assert sampled or ended  # a short answer ends with the end token of the template
-
-
-# -------------------------------------------------------------------------------------------------------------- resume
 
 
 def mean_token(completion_ids, **columns):
@@ -557,16 +472,9 @@ def test_a_run_leaves_a_table_of_completions_and_a_card(emptied, folder, tokeniz
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows_of(trainer)[1]]
     assert sorted(row[0]["content"] for row in main_rows["completion"]) == sorted(texts)
     for _, branch in branches.iterrows():
-        cut = int(branch["prefix_characters"])
+        cut, parent = int(branch["prefix_characters"]), table.loc[int(branch["parent"])]
         assert cut > 0
-        assert (
-            branch["completion"][0]["content"][:cut]
-            == table.loc[int(branch["parent"]), "completion"][0]["content"][:cut]
-        )
+        assert branch["completion"][0]["content"][:cut] == parent["completion"][0]["content"][:cut]
     assert texts[0].split()[0] in capsys.readouterr().out
     plan = trainer.push_to_hub(dry_run=True)
     assert {"README.md", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= plan.files.keys()
-    card = (emptied / "out" / "README.md").read_text()
-    assert f"a local model, `{Path(folder).name}`" in card and str(Path(folder).parent) not in card
-    pushed = AutoTokenizer.from_pretrained(emptied / "out")
-    assert pushed.chat_template == TOOL_CHAT_TEMPLATE and pushed.eos_token == "<|im_end|>"

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from trl_explore.rows.advantages import combine_rewards, equal_rewards, has_signal
+from trl_explore.rows.advantages import combine_rewards, equal_rewards
 from trl_explore.rows.streams import (
     LOSS_NORMALISERS,
     StreamTotals,
     check_loss_type,
     loss_mask,
-    select_rows,
     split_stream,
     stream_scale,
     trim_padding,
@@ -141,26 +140,9 @@ def test_trimming_removes_only_columns_without_tokens():
     assert rows["completion_ids"].shape == (2, 6)  # the caller's rows are left alone
 
 
-def test_selecting_rows_keeps_scalars():
-    picked = select_rows(make_rows([1, 2, 3]), torch.tensor([2, 0]))
-    assert picked["advantages"].tolist() == [3.0, 1.0]
-    assert picked["num_items_in_batch"].dim() == 0
-
-
 def test_an_unknown_loss_type_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="loss_type='ppo'.*dapo"):
         check_loss_type("ppo")
-
-
-def test_rewards_are_weighted_and_unscorable_rows_stay_nan():
-    nan = float("nan")
-    total = combine_rewards(torch.tensor([[1.0, 2.0], [nan, 2.0], [nan, nan]]), torch.tensor([1.0, 0.5]))
-    assert total[:2].tolist() == [2.0, 1.0] and total[2].isnan()
-
-
-def test_signal_is_any_advantage_off_zero():
-    assert has_signal(torch.tensor([0.0, 1e-9, -0.1])).tolist() == [False, False, True]
-    assert has_signal(torch.tensor([[0.0, 0.0], [0.0, 2.0]])).tolist() == [False, True]
 
 
 NAN = float("nan")

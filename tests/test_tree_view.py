@@ -16,7 +16,7 @@ from rich.text import Text
 
 from trl_explore.cli import main
 from trl_explore.tree_view.files import read_trees
-from trl_explore.tree_view.text import depths, html_page, outcome, shade, short_text, text_tree, verdict, visible_text
+from trl_explore.tree_view.text import html_page, outcome, shade, short_text, text_tree, verdict, visible_text
 
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 BREAKOUT = '</span></summary></details></main></style><h1>owned</h1>" onclick="alert(1)'
@@ -147,11 +147,6 @@ class Page(HTMLParser):
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_trees_are_read_back_as_they_were_dumped(dump):
-    records = [small_tree(), hostile_tree(), chain(64)]
-    assert list(read_trees(dump(*records))) == records
-
-
 @pytest.mark.parametrize("cut", [1, 9, 400, -2])
 def test_a_last_line_that_a_killed_run_cut_off_is_passed_over_and_a_whole_one_is_read(dump, cut):
     whole = json.dumps(small_tree(prompt="日本語"), ensure_ascii=False).encode()
@@ -233,14 +228,7 @@ def test_graded_completions_are_shown_with_the_outcome_that_was_backed_up():
     assert shade(graded) == 0.5 and outcome(graded) == "+0.5"
     older = leaf(1, 0, outcome=-1.0)  # a dump without `worth`
     assert shade(older) == -1.0 and outcome(older) == "-1"
-
-
-def test_verdicts():
     assert verdict(leaf(1, 0, outcome=1.0, finished=False)) == "correct"
-    assert verdict(leaf(1, 0, outcome=-1.0)) == "wrong"
-    assert verdict(leaf(1, 0, outcome=-1.0, finished=False)) == "cut off"
-    assert verdict(leaf(1, 0, outcome=None)) == "unscored"
-    assert depths(small_tree()["nodes"]) == [0, 1, 1, 2, 2, 2, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
@@ -323,46 +311,34 @@ def test_the_page_says_how_the_search_went_and_marks_what_was_not_trained_on():
 
 def browser():
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        found = shutil.which(name)
-        if found:
-            return found
+        if shutil.which(name):
+            return name
     return pytest.skip("needs chromium or google-chrome")
 
 
-def browse(page, folder, *flags):
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    done = subprocess.run(
-        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", *quiet]
-        + [f"--user-data-dir={folder}", "--window-size=1200,900", *flags, page.as_uri()],
-        capture_output=True,
-        timeout=120,
-    )
+def browse(page, folder):
+    """The page as a browser has built it."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}"]
+    command = [browser(), *flags, "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
 
 @pytest.mark.slow
 def test_a_browser_shows_the_page_and_runs_only_its_own_script(tmp_path):
-    imread = pytest.importorskip("matplotlib.image").imread
-    page, picture = tmp_path / "tree.html", tmp_path / "tree.png"
+    page = tmp_path / "tree.html"
     page.write_text(html_page(hostile_tree()), encoding="utf-8")
-    shown = Page(browse(page, tmp_path / "profile", "--dump-dom"))
+    shown = Page(browse(page, tmp_path / "profile"))
     assert shown.texts == Page(page.read_text(encoding="utf-8")).texts and shown.texts[1] == SCRIPT
     assert "img" not in shown.tags and shown.tags.count("script") == 1
     assert "data-ready" in shown.attributes  # the page's script ran under the page's policy
 
     # text that slipped through the escaping would still not run
     page.write_text(html_page(hostile_tree()).replace("</main>", f"{SCRIPT}</main>"), encoding="utf-8")
-    dom = browse(page, tmp_path / "profile", "--dump-dom")
+    dom = browse(page, tmp_path / "profile")
     assert "img" in Page(dom).tags and "<title>Search tree: step 12, prompt 3 of its batch</title>" in dom
-
-    page.write_text(html_page(small_tree()), encoding="utf-8")
-    browse(page, tmp_path / "profile", f"--screenshot={picture}")
-    pixels = imread(picture)
-    assert pixels.shape[:2] == (900, 1200)
-    assert len({tuple(pixel) for row in pixels[::3] for pixel in row[::3]}) > 50
-    red, green = pixels[..., 0], pixels[..., 1]
-    assert (red > green + 0.3).any() and (green > red + 0.3).any()
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -417,14 +393,12 @@ def test_a_terminal_that_cannot_show_a_character_gets_its_number(dump, monkeypat
     ("arguments", "message"),
     [
         (["{dump}", "--index", "2"], "--index 2: '{dump}' holds 2 tree(s); pass a number from -2 to 1"),
-        (["{dump}", "--index", "-3"], "--index -3: '{dump}' holds 2 tree(s); pass a number from -2 to 1"),
         (["{dump}", "--list", "--index", "1"], "leave out --index and --html"),
         (["{dump}", "--html", "{dump}"], "name a file that ends in .html"),
         (["{dump}", "--html", "{dump}/tree.html"], "cannot be written"),
         (["{folder}/trees_1.jsonl"], "'{folder}/trees_1.jsonl' does not exist"),
         (["{folder}"], "'{folder}' is a folder, pass a file in it: trees_0.jsonl"),
         (["{folder}/empty"], "'{folder}/empty' holds no whole tree yet"),
-        (["{folder}/empty", "--list"], "'{folder}/empty' holds no whole tree yet"),
         (["{folder}/notes"], "'{folder}/notes': line 1 is not JSON"),
         (["{folder}/rows"], "'{folder}/rows': line 1 is not a dumped tree: 'step' is missing"),
     ],

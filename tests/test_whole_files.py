@@ -57,18 +57,3 @@ def test_a_run_may_go_on_with_a_file_that_has_all_its_checkpoint_knew_of(tmp_pat
     file = MethodFile(tmp_path / "x.jsonl")
     file.append([{"a": 1}])
     assert [file.may_resume(size) for size in (0, 1, 9, 10)] == [False, True, True, False]
-
-
-def test_a_process_that_does_not_write_a_file_only_knows_its_size(tmp_path):
-    MethodFile(tmp_path / "x.jsonl").append([{"a": 1}])
-    other = MethodFile(tmp_path / "x.jsonl", writes=False)
-    other.append([{"b": 2}])
-    other.cut_back(0)
-    assert other.size == 9
-
-
-def test_a_run_without_the_file_has_nothing_to_remember():
-    file = MethodFile(None)
-    file.append([{"a": 1}])
-    file.cut_back(0)
-    assert file.size == 0 and not file.may_resume(0)

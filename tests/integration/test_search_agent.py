@@ -21,9 +21,16 @@ def searching(trainer, prompt_ids, *others, **options):
     return [trainer._tokenizer(text)["input_ids"] for text in said], None
 
 
-def make(folder, address, **options):
+def test_the_run_stops_when_the_server_is_dead_and_can_go_on(served, tmp_path, monkeypatch):
+    process, address, *_ = served
+    says(searching, monkeypatch.setattr)
     tool = SearchTool(CachedRetriever(HTTPRetriever(f"{address}/retrieve", timeout=5, retries=1, backoff=0.01)))
-    config = dict(
+    trainer = make_agent(
+        BranPOTrainer,
+        BranPOConfig,
+        tmp_path / "out",
+        boards=[f"{i}?" for i in range(8)],
+        tools=[tool.search],
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=240,
@@ -34,17 +41,6 @@ def make(folder, address, **options):
         save_steps=100,
         reward_funcs=[lambda completions, **columns: [float(len(said) == 3) for said in completions]],
     )
-    boards = [f"{i}?" for i in range(8)]
-    trainer = make_agent(
-        BranPOTrainer, BranPOConfig, folder, boards=boards, tools=[tool.search], **{**config, **options}
-    )
-    return trainer, tool
-
-
-def test_the_run_stops_when_the_server_is_dead_and_can_go_on(served, tmp_path, monkeypatch):
-    process, address, *_ = served
-    says(searching, monkeypatch.setattr)
-    trainer, tool = make(tmp_path / "out", address)
     step = trainer.training_step
 
     def kill_after_two(*args, **options):
@@ -62,13 +58,3 @@ def test_the_run_stops_when_the_server_is_dead_and_can_go_on(served, tmp_path, m
     logs = [log for log in trainer.state.log_history if "branch/sampled_tokens" in log]
     assert len(logs) == 2 and max(log["branch/contrastive_fraction"] for log in logs) > 0
     assert max(log["tools/failure_frequency"] for log in logs) == 0
-
-
-def test_a_checkpoint_of_a_stopped_run_resumes(served, tmp_path, monkeypatch):
-    _, address, *_ = served
-    says(searching, monkeypatch.setattr)
-    first, _ = make(tmp_path / "out", address, save_steps=2, max_steps=2)
-    first.train()
-    again, _ = make(tmp_path / "out", address)
-    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert again.state.global_step == 4
