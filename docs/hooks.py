@@ -3,19 +3,26 @@
 import re
 
 CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
+ANY_CODE = re.compile(r"(<code.*?</code>)", re.DOTALL)
 CODE = re.compile(r"(<code>)([^<]*)(</code>)")
 # A long name may be cut after _, / and =. An entity such as &lt; stays whole.
 BREAKS = re.compile(r"([_/=])(?=[^<\s])")
-FLAG = re.compile(r"<code>(--?[a-z][\w-]*)</code>")
+# A flag, also one with a value.
+FLAG = re.compile(r"<code>(--?[a-z][\w-]*)( [^<]*)?</code>")
+INTERVAL = re.compile(r"\[([+-]?[\d.]+), ([+-]?[\d.]+)\]")  # such as [+0.6, +7.1]
+PERCENT = re.compile(r"(\d) %(?!\w)")
 
 
 def on_page_content(html, **kwargs):
     """
-    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags, and between
-    a number and its interval.
+    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags, in
+    intervals, and before a per cent sign.
     """
-    html = FLAG.sub(r'<code class="flag">\1</code>', html)
-    return CELL.sub(_with_breaks, html)
+    html = FLAG.sub(lambda code: f'<code><span class="flag">{code[1]}</span>{code[2] or ""}</code>', html)
+    parts = ANY_CODE.split(html)
+    for place in range(0, len(parts), 2):  # not the code, because readers copy it
+        parts[place] = PERCENT.sub(r"\1&nbsp;%", INTERVAL.sub(r"[\1,&nbsp;\2]", parts[place]))
+    return CELL.sub(_with_breaks, "".join(parts))
 
 
 def _with_breaks(cell):

@@ -16,7 +16,6 @@ import argparse
 import statistics
 from pathlib import Path
 
-import auto_regimes
 from auto_regimes import COSTS, Runs, arms_of, gaps, reading_of, shown, verdict
 from regime_script import run_script, script_parser
 from regimes_plan import Regime, folder
@@ -48,11 +47,11 @@ def read(regime: Regime) -> Runs:
     return runs
 
 
-def gap_of_auto(regime: Regime, cost: str) -> tuple[float, float | None]:
-    """Return the difference between `auto` and GRPO with its interval: on the fresh seeds, or if they are missing, on
-    the seeds of `auto_regimes.py`."""
-    runs = read(regime) or auto_regimes.read(regime)
-    return gaps(runs, "auto", "GRPO", cost=cost, metric=regime.metric)
+def gap_of_auto(regime: Regime, cost: str) -> tuple[float, float | None] | None:
+    """Return the difference between `auto` and GRPO along the curve, in percentage points, with half of the width of
+    its interval. None if `auto` was not measured."""
+    runs = read(regime)
+    return gaps(runs, "auto", "GRPO", cost=cost, metric=regime.metric) if runs else None
 
 
 def report() -> str:

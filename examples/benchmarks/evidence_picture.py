@@ -28,10 +28,23 @@ Lead = tuple[float, float, float]  # points above GRPO: mean, lower and upper en
 
 
 def leads(regime: Regime) -> dict[str, Lead]:
-    """Return the leads over GRPO at equal tokens, by the keys of `STYLES`. `auto` is missing if it was not
-    measured."""
-    if auto_regimes.read(regime):
-        return leads_with_auto(regime)
+    """Return the leads over GRPO at equal tokens, by the keys of `STYLES`: of `auto` on the seeds of `auto_fresh.py`,
+    and of the others on other seeds (see `evidence_table.py`). `auto` is missing if it was not measured."""
+    found = leads_on_new_seeds(regime) if auto_regimes.read(regime) else leads_of_verdict(regime)
+    gap = auto_fresh.gap_of_auto(regime, "tokens")
+    if gap is not None:
+        found["auto"] = with_ends(*gap, name=regime.name)
+    return found
+
+
+def with_ends(mean: float, half: float | None, *, name: str) -> Lead:
+    """Return a mean and the ends of its interval. `name` is the regime."""
+    assert half is not None, f"{name} has one seed only"
+    return (mean, mean - half, mean + half)
+
+
+def leads_of_verdict(regime: Regime) -> dict[str, Lead]:
+    """Return the leads of the best rival and of the best method in the verdict stage of a regime."""
     results = results_of(regime)
     arms = {
         "best rival": auto_regimes.best_with_role(regime, "rival", "more samples")["name"],
@@ -45,19 +58,14 @@ def leads(regime: Regime) -> dict[str, Lead]:
     return found
 
 
-def leads_with_auto(regime: Regime) -> dict[str, Lead]:
-    """Return the leads over GRPO at equal tokens, by the keys of `STYLES`: of `auto` on the seeds of `auto_fresh.py`,
-    and of the others on the seeds of `auto_regimes.py`."""
+def leads_on_new_seeds(regime: Regime) -> dict[str, Lead]:
+    """Return the leads of the best rival and of the best method on the seeds of `auto_regimes.py`."""
     runs = auto_regimes.read(regime)
     base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
     found = {}
-    for role, arm in (("best rival", rival), ("best method", method), ("auto", "auto")):
-        if arm == "auto":
-            mean, half = auto_fresh.gap_of_auto(regime, "tokens")
-        else:
-            mean, half = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
-        assert half is not None, f"{regime.name} has one seed only"
-        found[role] = (mean, mean - half, mean + half)
+    for role, arm in (("best rival", rival), ("best method", method)):
+        gap = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)
+        found[role] = with_ends(*gap, name=regime.name)
     return found
 
 
@@ -77,7 +85,7 @@ def draw_leads(
         size (`tuple[float, float]`):
             Width and height of the picture, in inches.
     """
-    figure, axis = plt.subplots(figsize=size)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
     in_legend = set()
     for place, found in enumerate(reversed(rows.values())):
         for number, role in enumerate(labels):
@@ -95,17 +103,17 @@ def draw_leads(
     axis.set_yticks(range(len(rows)), list(reversed(rows)))
     axis.set_ylim(-0.5, len(rows) - 0.5)
     axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens")
-    axis.legend(loc="lower right")
+    # At the top, where a reader sees it first.
+    figure.legend(loc="outside upper center", ncols=len(labels), frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    figure.tight_layout()
     figure.savefig(path, dpi=160)
 
 
 def draw() -> None:
     """Write the picture of all problems."""
     rows = {name: leads(Regime.load(folder() / f"{name}.yaml")) for name in PROBLEMS}
-    draw_leads(rows, {role: role for role in STYLES}, TARGET, size=(6.6, 6.4))
+    draw_leads(rows, {role: role for role in STYLES}, TARGET, size=(6.6, 5.6))
 
 
 if __name__ == "__main__":

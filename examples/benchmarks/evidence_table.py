@@ -4,11 +4,10 @@
 
 The script writes the table to `evidence_table.md`. Run it after `auto_regimes.py` and after `regimes.py train`.
 
-If `auto_results` has a file for a problem, the row comes from this file. There, all arms ran on new seeds, and the
-rival and the method had been chosen before on other seeds. The cell of `auto` comes from `auto_fresh_results`, if that
-folder has a file for the problem. If not, `auto` had its earlier rule. Without a file in `auto_results`, the row comes
-from the verdict stage of the regime. There, `auto` was not measured, and the rival and the method were chosen on the
-seeds of the row itself.
+If `auto_results` has a file for a problem, GRPO, the rival and the method come from this file. There, all arms ran on
+new seeds, and the rival and the method had been chosen before on other seeds. Otherwise, they come from the verdict
+stage of the regime, and were chosen on the seeds of the row itself. The cells of `auto` come from
+`auto_fresh_results`: `auto` and GRPO ran on other seeds than the other arms.
 """
 
 import statistics
@@ -48,26 +47,26 @@ def joined(tokens: str, seconds: str) -> str:
     return tokens if tokens == seconds else f"{tokens}; at equal CPU seconds {seconds}"
 
 
-def row_with_auto(regime: Regime) -> list[str]:
-    """Return the cells of a problem for which `auto` was measured. `auto_fresh.py` measured `auto` on other seeds than
-    the rival and the method."""
+def cells_of_auto(regime: Regime) -> list[str]:
+    """Return the difference between `auto` and GRPO, and its verdict."""
+    at_tokens, at_seconds = (auto_fresh.gap_of_auto(regime, cost) for cost in ("tokens", "cpu_seconds"))
+    if at_tokens is None or at_seconds is None:
+        return [NOT_MEASURED, ""]
+    verdict = joined(auto_regimes.verdict(*at_tokens), auto_regimes.verdict(*at_seconds))
+    return [auto_regimes.shown(*at_tokens), verdict]
+
+
+def cells_on_new_seeds(regime: Regime) -> list[str]:
+    """Return the cells of GRPO, the rival and the method from `auto_results`."""
     runs, metric = auto_regimes.read(regime), regime.metric
     base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
-    shown, verdicts = {}, {}
-    for arm in (rival, method, "auto"):
-        if arm == "auto":
-            at_tokens, at_seconds = (auto_fresh.gap_of_auto(regime, cost) for cost in ("tokens", "cpu_seconds"))
-        else:
-            at_tokens = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric)
-            at_seconds = auto_regimes.gaps(runs, arm, base, cost="cpu_seconds", metric=metric)
-        shown[arm] = auto_regimes.shown(*at_tokens)
-        verdicts[arm] = joined(auto_regimes.verdict(*at_tokens), auto_regimes.verdict(*at_seconds))
+    at_tokens = {arm: auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric) for arm in (rival, method)}
+    at_seconds = auto_regimes.gaps(runs, method, base, cost="cpu_seconds", metric=metric)
     reading = auto_regimes.reading_of(runs, "tokens")
     level = statistics.mean(mean_along(points, "tokens", reading, metric) for points in runs[base].values())
-    names = [f"{NAMES.get(arm, arm)} {shown[arm]}" for arm in (rival, method)]
-    cells = [f"{100 * level:.1f}", *names, verdicts[method]]
-    rule = "" if auto_fresh.read(regime) else " (earlier rule)"
-    return [*cells, shown["auto"] + rule, verdicts["auto"]]
+    names = [f"{NAMES.get(arm, arm)} {auto_regimes.shown(*gap)}" for arm, gap in at_tokens.items()]
+    verdict = joined(auto_regimes.verdict(*at_tokens[method]), auto_regimes.verdict(*at_seconds))
+    return [f"{100 * level:.1f}", *names, verdict]
 
 
 def results_of(regime: Regime) -> Results:
@@ -77,8 +76,8 @@ def results_of(regime: Regime) -> Results:
     return Results(regime, timed_alike(rows))
 
 
-def row_without_auto(regime: Regime) -> list[str]:
-    """Return the cells of a problem for which `auto` was not measured."""
+def cells_of_verdict(regime: Regime) -> list[str]:
+    """Return the cells of GRPO, the rival and the method from the verdict stage of a regime."""
     results = results_of(regime)
     rival = auto_regimes.best_with_role(regime, "rival", "more samples")["name"]
     method = auto_regimes.best_with_role(regime, "method")["name"]
@@ -98,7 +97,7 @@ def row_without_auto(regime: Regime) -> list[str]:
     cells = [f"{100 * level:.1f}", *names]
     at_tokens = verdict_of(effect(method, "tokens"))
     at_seconds = verdict_of(effect(method, results.seconds))
-    return [*cells, joined(at_tokens, at_seconds), NOT_MEASURED, ""]
+    return [*cells, joined(at_tokens, at_seconds)]
 
 
 def verdict_of(effect: Effect) -> str:
@@ -116,8 +115,8 @@ def table() -> str:
     ]
     for name, text in PROBLEMS.items():
         regime = Regime.load(folder() / f"{name}.yaml")
-        has_auto = bool(auto_regimes.read(regime))
-        cells = row_with_auto(regime) if has_auto else row_without_auto(regime)
+        cells = cells_on_new_seeds(regime) if auto_regimes.read(regime) else cells_of_verdict(regime)
+        cells += cells_of_auto(regime)
         metric = METRICS.get(label(regime.metric), label(regime.metric))
         lines.append(f"| [{name}](evidence-details.md#{name}) ({metric}): {text} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

@@ -251,7 +251,8 @@ def report(tasks: Sequence[Task]) -> str:
 def stage_table(task: Task, rows: list[Row]) -> list[str]:
     """Return the table of the development runs: the metrics at the end of each run, in percent."""
     metrics = task.comparison["metrics"]
-    lines = ["| development | tokens | " + " | ".join(metrics) + " | entropy | groups without contrast |"]
+    labels = " | ".join(label_of(metric) for metric in metrics)
+    lines = [f"| development | tokens | {labels} | entropy | groups without contrast |"]
     lines.append("| --- |" + " ---: |" * (len(metrics) + 3))
     for stage in ("rates", "fields", "shuffled"):
         for arm, of_seeds in task.runs(stage, rows).items():
@@ -264,27 +265,25 @@ def stage_table(task: Task, rows: list[Row]) -> list[str]:
 
 
 def verdict_tables(task: Task, runs: Runs) -> list[str]:
-    """Return a table of these runs of the verdict for each kind of cost. By arm, it has each metric before training
-    and at a cost that all runs reached, and the difference to GRPO along the curve."""
+    """Return a table of these runs of the verdict for each kind of cost. By metric and arm, it has the metric before
+    training and at a cost that all runs reached, and the difference to GRPO along the curve."""
     if BASE not in runs or len(runs) == 1:
         return []
     metrics = task.comparison["metrics"]
     lines = []
     for cost, label in COSTS.items():
         reading = reading_of(runs, cost)
-        header = [f"equal {label} ({reading:,.0f})", "seeds"]
+        lines.append(f"| equal {label} ({reading:,.0f}) | arm | seeds | start | end | along the curve, minus GRPO |")
+        lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
         for metric in metrics:
-            header += [f"{metric}, start", "end", "along the curve"]
-        lines += ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-        for arm, of_seeds in runs.items():
-            cells = [arm, str(len(of_seeds))]
-            for metric in metrics:
-                cells.append(percent(points[0][metric] for points in of_seeds.values()))
+            for arm, of_seeds in runs.items():
+                start = percent(points[0][metric] for points in of_seeds.values())
                 ends = [value_at(points, cost, reading, metric) for points in of_seeds.values()]
-                cells.append(percent(end for end in ends if end is not None))
+                end = percent(end for end in ends if end is not None)
                 is_compared = arm != BASE and of_seeds.keys() & runs[BASE].keys()
-                cells.append(shown(*gaps(runs, arm, BASE, cost=cost, metric=metric)) if is_compared else "")
-            lines.append("| " + " | ".join(cells) + " |")
+                gap = shown(*gaps(runs, arm, BASE, cost=cost, metric=metric)) if is_compared else ""
+                cells = [label_of(metric), arm, str(len(of_seeds)), start, end, gap]
+                lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     starts = []
     for arm, of_seeds in runs.items():
@@ -294,6 +293,11 @@ def verdict_tables(task: Task, runs: Runs) -> list[str]:
         names = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in others.items())
         lines += [f"Seeds whose model before training was not GRPO's: {names}.", ""]
     return lines
+
+
+def label_of(metric: str) -> str:
+    """Return the name of a metric as a reader writes it, such as pass@8 for `pass_at_8`."""
+    return metric.replace("_at_", "@").replace("_", " ")
 
 
 def percent(values: Iterable[float]) -> str:
