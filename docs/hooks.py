@@ -7,7 +7,7 @@ ANY_CODE = re.compile(r"(<code.*?</code>)", re.DOTALL)
 CODE = re.compile(r"(<code>)([^<]*)(</code>)")
 # A long name may be cut after _, / and =. An entity such as &lt; stays whole.
 BREAKS = re.compile(r"([_/=])(?=[^<\s])")
-# A flag, also one with a value.
+# A flag with or without a value. Only the flag itself must stay on one line.
 FLAG = re.compile(r"<code>(--?[a-z][\w-]*)( [^<]*)?</code>")
 INTERVAL = re.compile(r"\[([+-]?[\d.]+), ([+-]?[\d.]+)\]")  # such as [+0.6, +7.1]
 PERCENT = re.compile(r"(\d) %(?!\w)")
@@ -15,12 +15,13 @@ PERCENT = re.compile(r"(\d) %(?!\w)")
 
 def on_page_content(html, **kwargs):
     """
-    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags, in
-    intervals, and before a per cent sign.
+    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags,
+    inside intervals in brackets, and before a per cent sign. In tables, also forbid them around ±.
     """
     html = FLAG.sub(lambda code: f'<code><span class="flag">{code[1]}</span>{code[2] or ""}</code>', html)
     parts = ANY_CODE.split(html)
-    for place in range(0, len(parts), 2):  # not the code, because readers copy it
+    # Even places are text. Odd places are code, which readers copy, so it stays unchanged.
+    for place in range(0, len(parts), 2):
         parts[place] = PERCENT.sub(r"\1&nbsp;%", INTERVAL.sub(r"[\1,&nbsp;\2]", parts[place]))
     return CELL.sub(_with_breaks, "".join(parts))
 

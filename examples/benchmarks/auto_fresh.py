@@ -1,4 +1,4 @@
-"""Compare `auto` with GRPO on seeds that were not used before its rule was changed.
+"""Compare `auto` with GRPO on seeds that no earlier run used. `auto` has its present rule.
 
     python examples/benchmarks/auto_fresh.py dead_ends tail_errors
     python examples/benchmarks/auto_fresh.py --report
@@ -8,7 +8,8 @@ fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/
 again.
 
 `--arms` limits training to some arms: by default, `GRPO` and `auto`. The best rival and the best method of the regime
-are the other arms. `--report` writes `auto_fresh_results/results.md`: differences to GRPO along the curve in
+are the other arms. After training, or with `--report` alone, the script writes `auto_fresh_results/results.md`:
+differences to GRPO along the curve in
 percentage points, paired by seed, with 95 % t-intervals.
 """
 
@@ -30,7 +31,7 @@ STAGE = "fresh seeds"
 
 
 def stage_of(regime: Regime, output_dir: Path, arms: list[str] | None = None) -> Stage:
-    """Return the runs of a regime: of these arms, or of all four."""
+    """Return the runs of a regime. Only `arms` are trained, if they are given."""
     grpo, rival, method, *others = arms_of(regime)
     (auto,) = [arm for arm in others if arm["name"] == "auto"]
     document = {**regime.comparison, "seeds": SEEDS, "arms": [grpo, rival, method, auto]}
@@ -39,17 +40,21 @@ def stage_of(regime: Regime, output_dir: Path, arms: list[str] | None = None) ->
 
 
 def read(regime: Regime) -> Runs:
-    """Return the evaluations of a regime, by arm and seed. Empty if `GRPO` and `auto` have no common seed."""
-    stage = stage_of(regime, RESULTS)
+    """Return the evaluations of `GRPO` and `auto`, by arm and seed, for the seeds that both have. Empty if there is no
+    such seed."""
+    stage = stage_of(regime, RESULTS)  # nothing is trained, so its folder for checkpoints does not matter
     runs = by_arm_and_seed(stage.without_stale(read_results(stage.results)), STAGE)
-    if not runs.get("GRPO", {}).keys() & runs.get("auto", {}).keys():
-        return {}
-    return runs
+    seeds = runs.get("GRPO", {}).keys() & runs.get("auto", {}).keys()
+    common: Runs = {}
+    for arm in ("GRPO", "auto"):
+        if seeds:
+            common[arm] = {seed: points for seed, points in runs[arm].items() if seed in seeds}
+    return common
 
 
 def gap_of_auto(regime: Regime, cost: str) -> tuple[float, float | None] | None:
     """Return the difference between `auto` and GRPO along the curve, in percentage points, with half of the width of
-    its interval. None if `auto` was not measured."""
+    its interval. None if `auto` and GRPO have no common seed."""
     runs = read(regime)
     return gaps(runs, "auto", "GRPO", cost=cost, metric=regime.metric) if runs else None
 

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/evidence_picture.py
 
-The picture `evidence.png` has one row per problem, and the numbers of `evidence_table.md`. So run this script after
-`evidence_table.py`.
+The picture `evidence.png` has one row per problem. It shows the numbers of `evidence_table.md`, and computes them from
+the same results. Run both scripts after new results.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,8 @@ def leads(regime: Regime) -> dict[str, Lead]:
 
 
 def with_ends(mean: float, half: float | None, *, name: str) -> Lead:
-    """Return a mean and the ends of its interval. `name` is the regime."""
+    """Return a mean and the ends of its interval. `name` is the name of the regime, for the
+    error message."""
     assert half is not None, f"{name} has one seed only"
     return (mean, mean - half, mean + half)
 
@@ -103,7 +104,7 @@ def draw_leads(
     axis.set_yticks(range(len(rows)), list(reversed(rows)))
     axis.set_ylim(-0.5, len(rows) - 0.5)
     axis.set_xlabel("percentage points above tuned GRPO,\nfor the same number of generated tokens")
-    # At the top, where a reader sees it first.
+    # The legend is at the top, because readers look there first.
     figure.legend(loc="outside upper center", ncols=len(labels), frameon=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

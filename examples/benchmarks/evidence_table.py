@@ -2,9 +2,10 @@
 
     python examples/benchmarks/evidence_table.py
 
-The script writes the table to `evidence_table.md`. Run it after `auto_regimes.py` and after `regimes.py train`.
+The script writes the table to `evidence_table.md`. Run it after `regimes.py train`, `auto_regimes.py`
+and `auto_fresh.py`.
 
-If `auto_results` has a file for a problem, GRPO, the rival and the method come from this file. There, all arms ran on
+If all arms of a problem are finished in `auto_results`, GRPO, the rival and the method come from there. They ran on
 new seeds, and the rival and the method had been chosen before on other seeds. Otherwise, they come from the verdict
 stage of the regime, and were chosen on the seeds of the row itself. The cells of `auto` come from
 `auto_fresh_results`: `auto` and GRPO ran on other seeds than the other arms.
@@ -39,11 +40,11 @@ PROBLEMS = {
 METRICS = {"greedy": "greedy accuracy", "reward": "mean reward"}
 # Names of arms in the table. The name `clip-higher` in the results hides that this arm trains twice on every batch.
 NAMES = {"clip-higher": "higher clip, two iterations"}
-NOT_MEASURED = "not measured yet"
+NOT_MEASURED = "no fresh seeds yet"
 
 
 def joined(tokens: str, seconds: str) -> str:
-    """Return the verdict at equal tokens, and the verdict at equal CPU seconds if it differs."""
+    """Return the verdict at equal tokens as text. Add the verdict at equal CPU seconds if it differs."""
     return tokens if tokens == seconds else f"{tokens}; at equal CPU seconds {seconds}"
 
 

@@ -1,7 +1,7 @@
-"""Command line of a script that trains runs of regimes, and writes one table of all its results."""
+"""Command line of the scripts that train runs of regimes and write their tables to `results.md`."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from regimes_plan import Regime, load_regimes
@@ -9,21 +9,24 @@ from regimes_plan import Regime, load_regimes
 from trl_explore.errors import UsageError
 
 
-def script_parser(doc: str | None, *, output_dir: str) -> argparse.ArgumentParser:
+def script_parser(doc: str | None, *, output_dir: str, regimes: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
-    Return the parser with the arguments that all these scripts have.
+    Return a parser with the arguments that the scripts share.
 
     Args:
         doc (`str`, *optional*):
             Docstring of the script.
         output_dir (`str`):
             Default folder of the checkpoints.
+        regimes (`Sequence[str]`):
+            Regimes that are trained if the command line names none. Empty: all.
 
     Returns:
-        `argparse.ArgumentParser`: A script may add arguments.
+        `argparse.ArgumentParser`: The parser. A script may add arguments to it.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("regimes", nargs="*", metavar="REGIME", help="names of files in regimes/ (default: all)")
+    text = f"names of files in regimes/ (default: {', '.join(regimes) or 'all'})"
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", default=list(regimes), help=text)
     parser.add_argument("--output_dir", type=Path, default=Path(output_dir), help="checkpoints")
     parser.add_argument("--processes", type=int, default=1, help="number of runs to train at the same time")
     parser.add_argument("--report", action="store_true", help="do not train; write and print the tables")
@@ -38,7 +41,7 @@ def run_script(
     results: Path,
 ) -> None:
     """
-    Train the named regimes, unless `--report` is set. Write the report to `results.md` and print it.
+    Train the named regimes. With `--report`, train nothing. Then write the tables of all regimes, and print them.
 
     Args:
         parser (`argparse.ArgumentParser`):
@@ -55,6 +58,7 @@ def run_script(
     """
     args = parser.parse_args()
     try:
+        # Regimes are also loaded for `--report`, so that a wrong name is an error.
         for regime in load_regimes(args.regimes):
             if not args.report:
                 train(regime, args)

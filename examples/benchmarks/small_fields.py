@@ -153,8 +153,8 @@ def report() -> str:
 
 def main() -> None:
     """Tune and train the named regimes unless `--report` is set, and print the table."""
-    parser = script_parser(__doc__, output_dir="out/small_fields")
-    parser.set_defaults(regimes=["dead_ends", "coverage", "many_solutions"])
+    regimes = ["dead_ends", "coverage", "many_solutions"]
+    parser = script_parser(__doc__, output_dir="out/small_fields", regimes=regimes)
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     run_script(parser, train, report, results=RESULTS)
 
