@@ -15,8 +15,8 @@ PERCENT = re.compile(r"(\d) %(?!\w)")
 
 def on_page_content(html, **kwargs):
     """
-    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags,
-    inside intervals in brackets, and before a per cent sign. In tables, also forbid them around ±.
+    Allow line breaks inside long names of tables, so that tables fit on a phone. Forbid them inside flags, inside
+    intervals in brackets, and before a per cent sign. In tables, also forbid them around ±.
     """
     html = FLAG.sub(lambda code: f'<code><span class="flag">{code[1]}</span>{code[2] or ""}</code>', html)
     parts = ANY_CODE.split(html)

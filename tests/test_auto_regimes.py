@@ -4,6 +4,7 @@ import csv
 import importlib
 import shutil
 import statistics
+import sys
 
 import pytest
 from commands import EXAMPLES
@@ -126,6 +127,29 @@ def test_the_arms_have_their_roles_in_any_order_of_the_file(auto_regimes, tmp_pa
     short = [row for row in rows if row["arm"] != "auto"]  # `auto` was not trained yet
     results.write_results(tmp_path / "dead_ends.csv", short, [])
     assert "dead_ends" not in auto_regimes.report() and "deep_ends" in auto_regimes.report()
+
+
+def test_a_script_trains_the_named_regimes_and_with_report_none(auto_regimes, tmp_path, monkeypatch, capsys):
+    script = importlib.import_module("regime_script")
+    trained = []
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+        parser = script.script_parser("Text.", output_dir="out", regimes=["coverage"])
+
+        def train(regime, args):
+            trained.append((regime.name, args.processes))
+
+        script.run_script(parser, train, lambda: "the tables", results=tmp_path)
+
+    run("dead_ends", "--processes", "2")
+    run()
+    run("--report")
+    assert trained == [("dead_ends", 2), ("coverage", 1)]
+    assert (tmp_path / "results.md").read_text() == "the tables"
+    with pytest.raises(SystemExit):
+        run("dead_end")
+    assert "unknown regime 'dead_end'; did you mean 'dead_ends'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

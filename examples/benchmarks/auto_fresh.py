@@ -8,9 +8,9 @@ fields are those of `auto_regimes.py`. Finished runs are in `auto_fresh_results/
 again.
 
 `--arms` limits training to some arms: by default, `GRPO` and `auto`. The best rival and the best method of the regime
-are the other arms. After training, or with `--report` alone, the script writes `auto_fresh_results/results.md`:
-differences to GRPO along the curve in
-percentage points, paired by seed, with 95 % t-intervals.
+are the other arms; no table has them yet. After training, or with `--report` alone, the script writes
+`auto_fresh_results/results.md`: differences to GRPO along the curve in percentage points, paired by seed, with 95 %
+t-intervals.
 """
 
 import argparse
@@ -45,10 +45,11 @@ def read(regime: Regime) -> Runs:
     stage = stage_of(regime, RESULTS)  # nothing is trained, so its folder for checkpoints does not matter
     runs = by_arm_and_seed(stage.without_stale(read_results(stage.results)), STAGE)
     seeds = runs.get("GRPO", {}).keys() & runs.get("auto", {}).keys()
+    if not seeds:
+        return {}
     common: Runs = {}
     for arm in ("GRPO", "auto"):
-        if seeds:
-            common[arm] = {seed: points for seed, points in runs[arm].items() if seed in seeds}
+        common[arm] = {seed: runs[arm][seed] for seed in sorted(seeds)}
     return common
 
 

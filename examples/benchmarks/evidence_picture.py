@@ -38,8 +38,7 @@ def leads(regime: Regime) -> dict[str, Lead]:
 
 
 def with_ends(mean: float, half: float | None, *, name: str) -> Lead:
-    """Return a mean and the ends of its interval. `name` is the name of the regime, for the
-    error message."""
+    """Return a mean and the ends of its interval. `name` is the regime, for the error message."""
     assert half is not None, f"{name} has one seed only"
     return (mean, mean - half, mean + half)
 
@@ -62,7 +61,7 @@ def leads_of_verdict(regime: Regime) -> dict[str, Lead]:
 def leads_on_new_seeds(regime: Regime) -> dict[str, Lead]:
     """Return the leads of the best rival and of the best method on the seeds of `auto_regimes.py`."""
     runs = auto_regimes.read(regime)
-    base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
+    base, rival, method, *_ = runs  # the order of `auto_regimes.arms_of`
     found = {}
     for role, arm in (("best rival", rival), ("best method", method)):
         gap = auto_regimes.gaps(runs, arm, base, cost="tokens", metric=regime.metric)

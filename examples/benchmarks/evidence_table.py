@@ -2,8 +2,8 @@
 
     python examples/benchmarks/evidence_table.py
 
-The script writes the table to `evidence_table.md`. Run it after `regimes.py train`, `auto_regimes.py`
-and `auto_fresh.py`.
+The script writes the table to `evidence_table.md`. Run it after `regimes.py train`, `auto_regimes.py` and
+`auto_fresh.py`.
 
 If all arms of a problem are finished in `auto_results`, GRPO, the rival and the method come from there. They ran on
 new seeds, and the rival and the method had been chosen before on other seeds. Otherwise, they come from the verdict
@@ -60,7 +60,7 @@ def cells_of_auto(regime: Regime) -> list[str]:
 def cells_on_new_seeds(regime: Regime) -> list[str]:
     """Return the cells of GRPO, the rival and the method from `auto_results`."""
     runs, metric = auto_regimes.read(regime), regime.metric
-    base, rival, method, *_ = runs  # `auto_regimes.py` writes the arms in this order
+    base, rival, method, *_ = runs  # the order of `auto_regimes.arms_of`
     at_tokens = {arm: auto_regimes.gaps(runs, arm, base, cost="tokens", metric=metric) for arm in (rival, method)}
     at_seconds = auto_regimes.gaps(runs, method, base, cost="cpu_seconds", metric=metric)
     reading = auto_regimes.reading_of(runs, "tokens")

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import yaml
 from auto_regimes import Runs, gaps, reading_of, shown
+from regimes_effects import label
 from regimes_results import Row, by_arm_and_seed, read_results
 from stages import Stage
 
@@ -251,7 +252,7 @@ def report(tasks: Sequence[Task]) -> str:
 def stage_table(task: Task, rows: list[Row]) -> list[str]:
     """Return the table of the development runs: the metrics at the end of each run, in percent."""
     metrics = task.comparison["metrics"]
-    labels = " | ".join(label_of(metric) for metric in metrics)
+    labels = " | ".join(label(metric) for metric in metrics)
     lines = [f"| development | tokens | {labels} | entropy | groups without contrast |"]
     lines.append("| --- |" + " ---: |" * (len(metrics) + 3))
     for stage in ("rates", "fields", "shuffled"):
@@ -271,9 +272,9 @@ def verdict_tables(task: Task, runs: Runs) -> list[str]:
         return []
     metrics = task.comparison["metrics"]
     lines = []
-    for cost, label in COSTS.items():
+    for cost, name in COSTS.items():
         reading = reading_of(runs, cost)
-        lines.append(f"| equal {label} ({reading:,.0f}) | arm | seeds | start | end | along the curve, minus GRPO |")
+        lines.append(f"| equal {name} ({reading:,.0f}) | arm | seeds | start | end | along the curve, minus GRPO |")
         lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
         for metric in metrics:
             for arm, of_seeds in runs.items():
@@ -282,7 +283,7 @@ def verdict_tables(task: Task, runs: Runs) -> list[str]:
                 end = percent(end for end in ends if end is not None)
                 is_compared = arm != BASE and of_seeds.keys() & runs[BASE].keys()
                 gap = shown(*gaps(runs, arm, BASE, cost=cost, metric=metric)) if is_compared else ""
-                cells = [label_of(metric), arm, str(len(of_seeds)), start, end, gap]
+                cells = [label(metric), arm, str(len(of_seeds)), start, end, gap]
                 lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     starts = []
@@ -293,11 +294,6 @@ def verdict_tables(task: Task, runs: Runs) -> list[str]:
         names = "; ".join(f"{arm}: {', '.join(map(str, seeds))}" for arm, seeds in others.items())
         lines += [f"Seeds whose model before training was not GRPO's: {names}.", ""]
     return lines
-
-
-def label_of(metric: str) -> str:
-    """Return the name of a metric as a reader writes it, such as pass@8 for `pass_at_8`."""
-    return metric.replace("_at_", "@").replace("_", " ")
 
 
 def percent(values: Iterable[float]) -> str:
